@@ -15,6 +15,7 @@ from training.config.other_systems import HEADINGS, rows
 from training.config.parsing import STEPS, parse_flags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
+from training.tools.audit.flags import AuditFlags
 from training.tools.compare.flags import CompareFlags
 from training.tools.memory.flags import MemoryFlags
 from training.tools.merge.flags import MergeFlags
@@ -22,7 +23,7 @@ from training.tools.serve.flags import ServeFlags
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
-    *("guide", "sharing", "compare", "serve", "reward_server"),
+    *("guide", "sharing", "audit", "compare", "serve", "reward_server"),
     *("from_deepspeed_chat", "from_llamafactory", "from_ms_swift", "from_openrlhf", "from_trl", "from_trlx"),
     "from_verl",
 )
@@ -35,7 +36,7 @@ OTHERS = {  # of launchers, and of the program of tools/export
 
 def flags() -> set[str]:
     """All that some program of ours takes."""
-    classes = (SFTFlags, RewardFlags, RLHFFlags, MergeFlags, CompareFlags, ServeFlags, MemoryFlags)
+    classes = (SFTFlags, RewardFlags, RLHFFlags, MergeFlags, CompareFlags, AuditFlags, ServeFlags, MemoryFlags)
     named = {spec.name for one in classes for spec in dataclasses.fields(one)}
     return named | other_systems.STEP3.keys() | other_systems.SUPERVISED.keys()
 

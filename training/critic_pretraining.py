@@ -73,7 +73,8 @@ class CriticPretraining:
             ranks=given.ranks,
             max_response_length=given.max_response_length,
         )
-        self.algorithm.score_scale = given.score_scale  # the PPO steps will scale scores in the same way
+        # The PPO steps will scale scores and likelihoods in the same way.
+        self.algorithm.score_scale, self.algorithm.likelihood_scale = given.score_scale, given.likelihood_scale
         self.counters = Counters(own, config.seed ^ SEED, self.steps, first_step=-self.steps)
         self.learner = Learner(
             trainer.models, self.algorithm, self.counters, config.micro_batch_size, padded=config.padded
@@ -117,7 +118,8 @@ class CriticPretraining:
         """Draw a response to each prompt; returns the responses with their scores, values and returns."""
         trainer = self.trainer
         rollout = trainer.rollouts.generate(prompts, self.sampling)
-        experience = trainer.experience_maker.make_experience(rollout, policies=False)
+        policies = self.algorithm.dialect.likelihood_coef > 0  # the score has a part that the reference computes
+        experience = trainer.experience_maker.make_experience(rollout, policies=policies)
         trainer.rollouts.release_memory()
         stop_unless_finite(self.counters.step, experience, trainer.models.tokenizer)
         return batch_to_learn(self.algorithm, experience, kl_coef=0.0)

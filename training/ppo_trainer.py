@@ -18,12 +18,12 @@ import torch
 
 from engine import distributed
 from engine.algo.losses import went_too_far
-from engine.algo.rewards import at_drawn_tokens
+from engine.algo.rewards import at_drawn_tokens, mean_logprobs
 from engine.algorithms import Algorithm, Dialect, end_token_id
 from engine.errors import RunStopped
 from engine.experience import Experience, PromptBatch, TrainingBatch
 from engine.experience_maker import ExperienceMaker
-from engine.reward.base import CombinedReward, RewardSource
+from engine.reward.base import CombinedReward, RewardModel, RewardSource
 from engine.rlhf_engine import RLHFEngine
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.group_sampling import GroupSampler, PromptFeed, Sampled
@@ -101,9 +101,12 @@ class PPOTrainer:
         )
         alone = config.critic_pretrain_steps, config.critic_warmup_steps
         assert dialect.has_critic or not any(alone), "training of a critic that is not there"
+        assert not dialect.likelihood_coef or models.reference.moves(0) is None, "a likelihood under a moving reference"
         if reward is None:
             assert len(models.rewards) == 1, f"{len(models.rewards)} reward models, and no `reward` was given"
             (reward,) = models.rewards
+            if dialect.cut_responses == "closed":
+                reward = RewardModel(reward.model, models.tokenizer.eos_token_id)
         self.models = models
         self.rollouts = rollouts
         self.config = config
@@ -318,6 +321,8 @@ class PPOTrainer:
             "kl": self.kl_controller.state_dict(),
             "score_scale": self.algorithm.score_scale.state_dict(),
         }
+        if self.algorithm.dialect.likelihood_coef:
+            state["likelihood_scale"] = self.algorithm.likelihood_scale.state_dict()
         reward = self.experience_maker.reward
         if isinstance(reward, CombinedReward) and reward.standardised:
             state["reward"] = reward.state_dict()
@@ -328,6 +333,8 @@ class PPOTrainer:
         self.counters.load_state_dict(state)
         self.kl_controller.load_state_dict(state["kl"])
         self.algorithm.score_scale.load_state_dict(state["score_scale"])
+        if self.algorithm.dialect.likelihood_coef:
+            self.algorithm.likelihood_scale.load_state_dict(state["likelihood_scale"])
         reward = self.experience_maker.reward
         if isinstance(reward, CombinedReward) and "reward" in state:
             reward.load_state_dict(state["reward"])
@@ -343,7 +350,8 @@ def batch_to_learn(algorithm: Algorithm, experience: Experience, kl_coef: float)
     rollout = experience.rollout
     positions = algorithm.positions(rollout.responses, rollout.response_mask, rollout.action_mask)
     whole = experience.scores if experience.whole_scores is None else experience.whole_scores
-    scores = algorithm.process_scores(whole, rollout.ended, rollout.actions)
+    likelihoods = mean_logprobs(experience.ref_logprobs, rollout.actions)
+    scores = algorithm.process_scores(whole, rollout.ended, rollout.actions, likelihoods)
     rewards = algorithm.compute_rewards(experience.logprobs, experience.ref_logprobs, scores, positions, kl_coef)
     if experience.token_scores is not None:
         rewards = rewards + at_drawn_tokens(experience.token_scores, rollout.actions)

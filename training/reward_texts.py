@@ -44,7 +44,8 @@ class Texts:
 
     tokenizer: the policy's. stops: the ids that end a response. rows, dialogues: by the index of a prompt, its row and
     its `Row.dialogue`. messages: as `all_messages`. longest: the largest number of the policy's tokens of prompt +
-    response. rows_at_once: the number of rows of full length in a forward pass.
+    response. rows_at_once: the number of rows of full length in a forward pass. closing: the token that closes a
+    response without an end, for a model that reads the policy's ids; None to leave it open.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -55,21 +56,30 @@ class Texts:
     longest: int
     rows_at_once: int
     trust_remote_code: bool = False
+    closing: int | None = None
 
     @classmethod
     def of(
-        cls, parts: Sequence[Prompts], tokenizer: PreTrainedTokenizerBase, stops: Iterable[int], **lengths
+        cls,
+        parts: Sequence[Prompts],
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Iterable[int],
+        cut_responses: str = "open",
+        **lengths,
     ) -> "Texts":
-        """The Texts of these prompts, which are numbered one part after the other. lengths: the further fields."""
+        """The Texts of these prompts, which are numbered one part after the other. cut_responses: the dialect's.
+        lengths: the further fields."""
         rows, dialogues = (
             ConcatDataset([getattr(prompts, name) for prompts in parts]) for name in ("rows", "dialogues")
         )
+        messages = all_messages(parts)
         return cls(
             tokenizer=tokenizer,
             stops=frozenset(stops),
             rows=rows,
             dialogues=dialogues,
-            messages=all_messages(parts),
+            messages=messages,
+            closing=closing_token(tokenizer, messages) if cut_responses == "closed" else None,
             **lengths,
         )
 
@@ -93,6 +103,13 @@ def all_messages(parts: Iterable[Prompts]) -> bool | None:
     counts = [(prompts.messages, len(prompts)) for prompts in parts]
     messages, prompts = (sum(column) for column in zip(*counts))
     return {0: False, prompts: True}.get(messages)
+
+
+def closing_token(tokenizer: PreTrainedTokenizerBase, messages: bool | None) -> int | None:
+    """The token at the end of a text as step 2 learns it: for messages the one that ends a turn, else EOS. None if the
+    tokenizer has none. messages: as `all_messages`."""
+    turn = end_of_turn(tokenizer) if messages else None
+    return tokenizer.eos_token_id if turn is None else turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +375,8 @@ def step_ends(path: str, tokenizer, given: str | None, trust_remote_code: bool =
 def reward_source(
     model: RewardModel, path: str, texts: Texts, limit: int | None, step_end: str | None = None
 ) -> RewardModel:
-    """The source of a reward model's scores: `model` itself if it reads the policy's ids, else one that gets texts; for
-    a process reward model one that scores steps.
+    """The source of a reward model's scores: `model` itself if it reads the policy's ids and leaves cut responses open,
+    or one that closes them, or one that gets texts; for a process reward model one that scores steps.
 
     path: the model's folder. limit, step_end: the values of --max_reward_seq_len and --reward_step_end.
     """
@@ -367,7 +384,7 @@ def reward_source(
     if ends is not None:
         return ProcessRewardModel(model.model, ends)
     if not reads_texts(texts.tokenizer, path, WHAT, texts.trust_remote_code, texts.messages):
-        return model
+        return model if texts.closing is None else RewardModel(model.model, texts.closing)
     tokenizer = own_tokenizer(path, WHAT, texts.trust_remote_code)
     return text_reward_model(model, tokenizer, texts, limit, f"the reward model {path}")
 

@@ -46,7 +46,7 @@ from engine.models.config_and_tokenizer import (
     vocabulary_size,
 )
 from engine.models.loading import DTYPES, load_policy, new_scorer
-from engine.reward.base import RewardModel
+from engine.reward.base import RewardModel, decoded
 from engine.reward.steps import StepEnds
 from engine.rlhf_engine import frozen_model, wrap_trained
 from engine.rollout import SamplingConfig, build_rollouts
@@ -66,6 +66,7 @@ from training.process_rewards import (
     measured_steps,
     steps_fit,
 )
+from training.reporting.best_of import BestOf, K, measures_of
 from training.reporting.guards import of_reward
 from training.reporting.metrics import Accumulator
 from training.reporting.sinks import REWARD_VIEW, ProgressBar
@@ -264,16 +265,30 @@ def normalize(args: RewardFlags, run: Run, model: TrainedModel, plan: Supervised
     of the SFT model's responses to `plan.prompts` have mean 0 and variance 1. Does nothing without such prompts."""
     if plan.prompts is None:
         return
-    mean, variance = score_statistics(args, model, plan.tokenizer, plan.prompts)
+    mean, variance, responses = score_statistics(args, model, plan.tokenizer, plan.prompts)
     gain, offset = variance**-0.5, -mean * variance**-0.5
     if distributed.is_main():
         print(
             f"scores of {args.normalization_samples} responses of the SFT model: mean {mean:.3f}, standard "
             f"deviation {variance**0.5:.3f}; stored so that their mean becomes 0 and their standard deviation 1",
+            *best_lines(responses),
+            sep="\n",
             flush=True,
         )
     model.module.model.config.score_offset = offset
     run.save_models(edit=lambda state: state.update({"score.weight": state["score.weight"] * gain}))
+
+
+def best_lines(responses: Sequence[tuple]) -> list[str]:
+    """What the reward model pays for, by the best of K of these responses: (prompt, text, ended, tokens, score) each.
+    Returns [] for too few. The K respond to different prompts, which their scores depend on, too."""
+    groups = len(responses) // K
+    if groups < 2:
+        return []
+    columns = (np.array(column, dtype=object) for column in zip(*responses[: groups * K], strict=True))
+    prompts, texts, ended, tokens, scores = (column.reshape(groups, K) for column in columns)
+    found = BestOf({"this reward model": scores.astype(float)}, measures_of(texts, prompts.flat, ended, tokens))
+    return [*found.verdict(), "python -m training.audit shows this of several rewards, with the texts (docs/audit.md)"]
 
 
 def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id: int | None) -> float:
@@ -299,7 +314,7 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
     model = frozen_model(
         load, args.model_name_or_path, EngineConfig("reward", frozen_stage(args.engine_config())), spec
     )
-    mean, variance = score_statistics(args, model, tokenizer, prompts)
+    mean, variance, _ = score_statistics(args, model, tokenizer, prompts)
     if distributed.is_main():
         print(
             f"before training: scores of these responses have mean {mean:.3f}, standard deviation "
@@ -313,9 +328,9 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
 @torch.no_grad()
 def score_statistics(
     args: RewardFlags, model: TrainedModel | FrozenModel, own_tokenizer, prompts: Prompts
-) -> tuple[float, float]:
-    """(mean, variance) of the scores that `model` gives to responses of the SFT model, over all ranks (all ranks call
-    this). own_tokenizer: the reward model's.
+) -> tuple[float, float, list[tuple]]:
+    """(mean and variance of the scores that `model` gives to responses of the SFT model; these responses), over all
+    ranks (all ranks call this). own_tokenizer: the reward model's.
 
     Raises: RunStopped if all scores are equal: no factor makes their variance 1.
     """
@@ -369,6 +384,7 @@ def score_statistics(
     order = torch.from_numpy(epoch_permutation(len(prompts), args.seed, 0)) if several else torch.arange(len(prompts))
     totals = torch.zeros(3, dtype=torch.float64, device=distributed.device())
     starts = range(0, args.normalization_samples, size * parts)
+    found: dict[int, tuple] = {}
     bar = ProgressBar(len(starts), shown={}, unit="batch") if distributed.is_main() else None
     for done, start in enumerate(starts, start=1):
         by_turns = torch.arange(start, start + size * parts).view(size, parts).T.flatten()  # in turn to the ranks
@@ -379,6 +395,13 @@ def score_statistics(
         reward.prepare(rollout)
         scores = reward.score(rollout)
         totals += moments(scores, (numbers < args.normalization_samples).to(scores.device))
+        columns = (
+            *decoded(rollout, tokenizer),
+            rollout.ended.tolist(),
+            rollout.actions.sum(-1).tolist(),
+            scores.tolist(),
+        )
+        found |= dict(zip(numbers.tolist(), zip(*columns, strict=True), strict=True))
         if bar:
             bar.log(done, done * size * parts, {})
     if bar:
@@ -390,7 +413,8 @@ def score_statistics(
             "be normalised. Look at eval/accuracy and the learning rate, or give "
             "--normalization_samples 0."
         )
-    return mean, variance
+    every = {number: each for rank in distributed.all_gather_objects(found) for number, each in rank.items()}
+    return mean, variance, [every[number] for number in range(args.normalization_samples)]
 
 
 def sft_tokenizer(args: RewardFlags, own):

@@ -60,10 +60,10 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     with phase("reading data"):
         inputs = checked(lambda: fingerprints(args))
         plan = agreed(lambda: make_plan(args, checkpoint, inputs))
+    parts = by_part(plan.prompts, plan.held_out)
     if args.reward_url:
         with phase("asking the reward server"):
-            agreed(lambda: check_server(args, plan))
-    parts = by_part(plan.prompts, plan.held_out)
+            agreed(lambda: check_server(args, plan.tokenizer, parts))
     texts = args.reward_paths and checked(lambda: check_reward_texts(args, args.reward_paths, plan.tokenizer, parts))
     if distributed.is_main():
         print(first_lines(args, plan), *texts, sep="\n", flush=True)
@@ -83,7 +83,10 @@ def main(args: RLHFFlags, callbacks: Sequence[Callback] = ()) -> None:
     evaluator = build_evaluator(plan, trainer)
 
     # 3. The steps.
-    evaluations = PromptEvaluations(evaluator, models.ema, Path(args.output_dir), plan.last_step, args.eval_steps)
+    best = args.keep_best_by, args.keep_best_max_kl
+    evaluations = PromptEvaluations(
+        evaluator, models.ema, Path(args.output_dir), plan.last_step, args.eval_steps, *best
+    )
     view = PPO_VIEW if models.ema is None else averaged_view(PPO_VIEW)
     run = Run(args, plan, trainer, evaluations, view, callbacks)
     train(args, plan, trainer, run)
@@ -185,6 +188,7 @@ def build_trainer(args: RLHFFlags, plan: Plan, models: RLHFEngine, rollouts: Rol
         prompts,
         models.tokenizer,
         stops=plan.sampling.stop_token_ids,
+        cut_responses=plan.dialect.cut_responses,
         longest=args.max_prompt_seq_len + args.max_answer_seq_len,
         rows_at_once=args.per_device_training_batch_size,
         trust_remote_code=args.trust_remote_code,

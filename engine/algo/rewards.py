@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.algo.masked import mean_and_variance
+from engine.algo.masked import masked_sum, mean_and_variance
 
 # {rule: the number of positions after the response that count}
 POSITIONS_PAST = {"response": 0, "one_past": 1, "two_past": 2}
@@ -174,6 +174,24 @@ def overlong_penalties(lengths: Tensor, longest: int, buffer: float, most: float
     return most * ((longest - cache - lengths) / cache).clamp(-1, 0).float()
 
 
+def mean_logprobs(logprobs: Tensor, drawn: Tensor) -> Tensor:
+    """The mean log-prob of each response's drawn tokens, nats a token: (B,) float32. logprobs: (B, T) float32. drawn:
+    (B, T) bool."""
+    return masked_sum(logprobs, drawn, -1) / drawn.sum(-1).clamp(min=1)
+
+
+def likelihood_part(likelihoods: Tensor, mean: float, deviation: float, coef: float, cap: float) -> Tensor:
+    """What the likelihood of a response adds to its score: coef * min((likelihood - mean) / deviation, cap).
+
+    The cap keeps the policy from the texts that a language model finds most likely, which repeat themselves. There is
+    no floor.
+
+    Args: likelihoods: (B,) float32, from `mean_logprobs`. mean, deviation: of the likelihoods of the SFT model's
+        responses. Returns: (B,) float32.
+    """
+    return coef * ((likelihoods.double() - mean) / deviation).clamp(max=cap).float()
+
+
 def groups_alike(scores: Tensor, group_size: int) -> Tensor:
     """Whether all scores of a group are equal, for each group: (B / group_size,) bool. In such a group all responses
     have the advantage 0.
@@ -195,7 +213,8 @@ def clip_scores(scores: Tensor, limit: float | None) -> Tensor:
 
 
 class ScoreScale:
-    """The standard deviation that scores are divided by. The mean of the scores is not subtracted.
+    """The standard deviation that numbers of responses are divided by: scores, whose mean is not subtracted, or
+    likelihoods.
 
     kind: "none" divides by 1; "running" divides by the standard deviation of all scores so far, the present ones
     included; "first_batch" divides by the standard deviation of the first batch of scores. Standard deviations are
@@ -227,6 +246,11 @@ class ScoreScale:
         """The divisor; 1 until two different scores have been seen."""
         _, variance = mean_and_variance(self._totals, unbiased=True)
         return variance.sqrt().item() or 1.0
+
+    @property
+    def mean(self) -> float:
+        """The mean of the numbers whose deviation `value` is."""
+        return mean_and_variance(self._totals)[0].item()
 
     def state_dict(self) -> dict:
         """The sums, for a checkpoint."""

@@ -31,6 +31,7 @@ from engine.algo.rewards import (
     first_positions,
     in_place,
     last_positions,
+    likelihood_part,
     marked_first,
     overlong_penalties,
     positions_after_tokens,
@@ -52,8 +53,8 @@ Reduce = Callable[[Tensor], Tensor]
 class Algorithm:
     """A dialect's computations on the responses of one rank.
 
-    losses: the losses of the optimizer steps. score_scale: the divisor of scores. It is the only state of an Algorithm
-    that changes in a run.
+    losses: the losses of the optimizer steps. score_scale: the divisor of scores. likelihood_scale: mean and deviation
+    of the first responses' likelihoods. These two are the only state of an Algorithm that changes in a run.
 
     Args:
         pad_token_id: the token at positions after a response.
@@ -88,6 +89,7 @@ class Algorithm:
         self.max_response_length = max_response_length
         self.estimator = ESTIMATORS[dialect.advantage_estimator]
         self.score_scale = ScoreScale(dialect.score_scaling)
+        self.likelihood_scale = ScoreScale("first_batch")
         self.losses = Losses(dialect, max_response_length)
 
     # Which text is learned from, which is scored, and which positions count.
@@ -168,16 +170,20 @@ class Algorithm:
 
     # Scores, and the rewards of all tokens.
 
-    def process_scores(self, scores: Tensor, ended: Tensor, actions: Tensor | None = None) -> Tensor:
+    def process_scores(
+        self, scores: Tensor, ended: Tensor, actions: Tensor | None = None, likelihoods: Tensor | None = None
+    ) -> Tensor:
         """The scores that enter the rewards, (B,) float32. Each score is scaled, changed if the response has no end,
-        clipped, and reduced by the penalty for a long response.
+        clipped, and reduced by the penalty for a long response. Then the likelihood's part is added.
 
-        The scale is updated with these scores before they are divided by it (all ranks call this together).
+        The scales are updated with these numbers before they are divided by them (all ranks call this together).
 
         Args:
             scores: (B,) float32, from the reward source. ended: (B,) bool, whether each response has the end that the
                 dialect requires.
             actions: (B, T) bool, the drawn tokens; needed in dialects with an `overlong_buffer`.
+            likelihoods: (B,) float32, from `mean_logprobs` of the reference; needed in dialects with a
+                `likelihood_coef`.
         """
         dialect = self.dialect
         if dialect.score_order == "clip_scale":
@@ -191,7 +197,19 @@ class Algorithm:
         if dialect.overlong_buffer:
             assert actions is not None, "an overlong_buffer without the responses' lengths"
             scores = scores + self.overlong_penalties(actions.sum(-1))
+        if dialect.likelihood_coef:
+            assert likelihoods is not None, "a likelihood_coef without the responses' likelihoods"
+            everywhere = torch.ones_like(likelihoods, dtype=torch.bool)
+            self.likelihood_scale.update(self.reduce(moments(likelihoods, everywhere)))
+            scores = scores + self.likelihood_part(likelihoods)
         return scores
+
+    def likelihood_part(self, likelihoods: Tensor) -> Tensor:
+        """What is added to the scores in dialects with a `likelihood_coef`: (B,) float32. Like the score, but apart
+        from it, the part is clipped. likelihoods: as in `process_scores`, which has to be called first."""
+        dialect, scale = self.dialect, self.likelihood_scale
+        part = likelihood_part(likelihoods, scale.mean, scale.value, dialect.likelihood_coef, dialect.likelihood_cap)
+        return clip_scores(part, dialect.score_clip)
 
     def overlong_penalties(self, lengths: Tensor) -> Tensor:
         """The penalties, 0 or negative, that are added to the scores in dialects with an `overlong_buffer`: (B,)

@@ -60,6 +60,10 @@ def check_relations(dialect) -> None:
         )
     if dialect.truncate_after > 0 and not dialect.truncate_token:
         refuse("truncate_after", "it says from where on truncate_token counts, and there is none.")
+    if dialect.cut_responses == "closed" and dialect.truncate_token not in ("", "eos"):
+        refuse(
+            "cut_responses", f"responses end with {dialect.truncate_token!r} (truncate_token) here. Set it to 'open'."
+        )
     if endless and dialect.truncate_token == "eos":
         refuse("truncate_token", "sampling 'without_eos' never gives that.")
     if endless and dialect.missing_end != "none" and not dialect.truncate_token:
@@ -249,6 +253,11 @@ def check_sizes(
         raise UserError(
             f"score_scaling {dialect.score_scaling!r} with 1 response a step: one score has no deviation. "
             "Make 2 or more."
+        )
+    if dialect.likelihood_coef and rows_per_rank * ranks < 2:
+        raise UserError(
+            f"likelihood_coef {dialect.likelihood_coef:g} with 1 response a step: the first responses' "
+            "likelihoods would have no deviation. Make 2 or more."
         )
     together = rows_per_rank if dialect.advantages_at == "rollout" else rows_per_rank // mini_batches
     if dialect.advantages_at == "micro_batch" and micro_batch_size is not None and together > micro_batch_size:

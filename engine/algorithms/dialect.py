@@ -113,6 +113,12 @@ class Dialect:
     )
     truncate_after: int = choice(0, "response position from which on truncate_token counts", least=0)
     score_before_pad: bool = choice(False, "the scored text ends before the first pad token that was drawn")
+    cut_responses: str = choice(
+        "open",
+        "what a reward model that reads the policy's token ids gets of a response without an end. open: the response "
+        "as it is. closed: the response and EOS, or for prompts that are messages the token that ends a turn",
+        choices=("open", "closed"),
+    )
     pad_token: str = choice(
         "tokenizer",
         "which token pads. tokenizer: the tokenizer's own. The other values are rules of other systems "
@@ -197,6 +203,18 @@ class Dialect:
         "with overlong_buffer: how much the score of a response of full length falls",
         above=0,
         only_with="overlong_buffer",
+    )
+    likelihood_coef: float = choice(
+        0.0,
+        "coefficient of the likelihood, a part that is added to the score: the mean log-prob of the response's tokens "
+        "under the reference, less its mean over the first responses, in their standard deviations; 0: no such part. "
+        "It is clipped at score_clip, apart from the score",
+        least=0,
+    )
+    likelihood_cap: float = choice(
+        1.0,
+        "with likelihood_coef: the likelihood counts up to this many standard deviations",
+        only_with="likelihood_coef",
     )
     mask_truncated: bool = choice(
         False, "learn nothing from a response without an end; other responses are still compared with it"

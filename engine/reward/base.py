@@ -18,19 +18,20 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine import distributed
 from engine.algo.masked import mean_and_variance, moments
 from engine.errors import RunStopped, shortened
-from engine.experience import Rollout, joined_pieces
+from engine.experience import Rollout, joined_pieces, position_ids
 from engine.trace import traced
 from engine.zero.engines import FrozenModel, FrozenRole
 
 ENGINE = Path(__file__).parents[1]
 COLUMNS = ("prompt", "response", "turns", "score", "kl", "tokens")
 HELD_OUT = (
-    *("score", "kl", "response_length", "new_words"),
+    *("score", "kl", "response_length", "new_words", "likelihood"),
     *("score_std", "distinct_responses", "distinct_bigrams", "compressed_bytes"),
     *("inserted_tokens", "turn_limit", "token_limit"),
     *("environment_errors", "unparsed_calls"),
@@ -38,7 +39,7 @@ HELD_OUT = (
 OBJECTIVE = (
     *("kl", "kl_per_token", "kl_coef", "entropy", "rlhf_reward", "non_score_reward"),
     *("missing_eos_penalty", "overlong_penalty", "scores_learned", "reward_changed", "scores_histogram", "clipped"),
-    "reference_moves",
+    *("reference_moves", "likelihood", "likelihood_part"),
 )
 TAKEN = frozenset(
     [*COLUMNS, *OBJECTIVE]
@@ -360,15 +361,26 @@ class EarlyCalls:
         return found, problem
 
 
+def closed(rollout: Rollout, token: int) -> tuple[Tensor, Tensor]:
+    """(token ids, attention mask) of a rollout in which `token` stands behind every response that has no end, unless
+    its last token is that already: (B, S + 1) int64 each."""
+    ids, mask = F.pad(rollout.sequences, (0, 1), value=token), F.pad(rollout.attention_mask, (0, 1))
+    behind = rollout.prompt_length + rollout.response_mask.sum(-1, keepdim=True)
+    cut = ~rollout.ended.unsqueeze(-1) & (ids.gather(1, behind - 1) != token)
+    ids = ids.scatter(1, behind, torch.where(cut, token, ids.gather(1, behind)))
+    return ids, mask.scatter(1, behind, torch.where(cut, 1, mask.gather(1, behind)))
+
+
 class RewardModel(RewardSource):
     """The frozen reward model, in its own engine or as a role in another model's engine. A score is read at the token
     at which the model was trained to score.
 
-    models: the reward model's own engine, in a list; empty if it has none.
+    models: the reward model's own engine, in a list; empty if it has none. closing: the token that closes a response
+    without an end; None to leave such a response open.
     """
 
-    def __init__(self, model: FrozenModel | FrozenRole):
-        self.model = model
+    def __init__(self, model: FrozenModel | FrozenRole, closing: int | None = None):
+        self.model, self.closing = model, closing
         self.models = [model] if isinstance(model, FrozenModel) else []
 
     @property
@@ -379,8 +391,10 @@ class RewardModel(RewardSource):
     @traced("reward model")
     def score(self, rollout: Rollout) -> Tensor:
         """The scores, (B,) float32, normalised as the reward model's folder says."""
-        token_scores = self.model(rollout.sequences, rollout.attention_mask, rollout.position_ids)
-        return self.model.module.sequence_scores(token_scores, rollout.sequences, rollout.attention_mask)
+        ids, mask = rollout.sequences, rollout.attention_mask
+        if self.closing is not None:
+            ids, mask = closed(rollout, self.closing)
+        return self.model.module.sequence_scores(self.model(ids, mask, position_ids(mask)), ids, mask)
 
     def on_device(self):
         """A context in which the weights are on the device."""

@@ -24,6 +24,11 @@ def reward(prompts: list[str], responses: list[str]) -> list[float]:
     return [float(len(response.split())) for response in responses]
 
 
+def judge(prompts: list[str], responses: list[str]) -> list[float]:
+    """1 for an even number of words."""
+    return [float(len(response.split()) % 2 == 0) for response in responses]
+
+
 def measured(folder: str, output: str, trained: list[str], scales: list[float], stage: int) -> dict:
     """The points of these scales with a stage of the policy's, the rows, and what the evaluator's passes gave."""
     args = MergeFlags(
@@ -32,7 +37,10 @@ def measured(folder: str, output: str, trained: list[str], scales: list[float], 
         data_path=[f"{output}/prompts.jsonl"],
         eval_data_path=[f"{output}/held_out.jsonl"],
         reward_model_name_or_path=[f"{folder}/reward"],
-        reward_function=f"{__file__}:reward",
+        reward_function=[f"{__file__}:reward", f"{__file__}:judge"],
+        reward_weights=[1.0, 0.0],
+        choose_by="eval/reward_judge",
+        kl_coef=0.5,
         num_eval_prompts=9,
         max_prompt_seq_len=8,
         max_answer_seq_len=10,
@@ -105,4 +113,11 @@ def test_kl_is_that_of_the_merged_model_to_the_sft_model(ranks, folder, place, s
     for rank in ranks:
         assert rank["points"][place]["kl"] == pytest.approx(fmean(kls.values()), abs=1e-4)
         assert [row["kl"] for row in rank["rows"][place]] == pytest.approx([kls[key] for key in sorted(kls)], abs=1e-4)
+        counts = [len(row["response"].split()) for row in rank["rows"][place]]
+        assert rank["points"][place]["rewards"]["reward"] == pytest.approx(fmean(counts))
+        judged = fmean(float(count % 2 == 0) for count in counts)
+        assert rank["points"][place]["rewards"]["judge"] == pytest.approx(judged)
+        assert rank["points"][place]["chosen_by"] == pytest.approx(judged - 0.5 * fmean(kls.values()), abs=1e-4)
+        for row in rank["rows"][place]:
+            assert row["score"] == pytest.approx(row["reward_model"] + row["reward_reward"], abs=1e-5)
     assert abs(fmean(kls.values())) < 1e-6 if scale == 0.0 else fmean(kls.values()) > 1.0

@@ -53,6 +53,16 @@ MISTAKES = [
         {"max_prompt_seq_len": 60, "max_answer_seq_len": 5},
         ["--max_prompt_seq_len 60", "--max_answer_seq_len 5", "64 positions", "model_name_or_path {tiny}/sft", "Lower"],
     ),
+    (
+        (3,),
+        {"max_prompt_seq_len": 32, "max_answer_seq_len": 32, "cut_responses": "closed"},
+        ["--max_answer_seq_len 32 and 1 for the end of cut responses", "65 tokens", "{tiny}/reward has 64 positions"],
+    ),
+    (
+        (3,),
+        {"cut_responses": "closed", "set": ["score_before_pad=true", "pad_token=eos"]},
+        ["cut_responses closed: EOS is the pad token", "--set pad_token=tokenizer"],
+    ),
     ((1, 2), {"max_seq_len": 65}, ["--max_seq_len 65", "64 positions", "--model_name_or_path", "Lower"]),
     ((1, 2, 3), {"sed": 1}, ["unknown flag --sed", "Did you mean --seed?"]),
     (

@@ -1,6 +1,7 @@
 """The merge program from its command line: what it writes, what it chooses, and its messages."""
 
 import json
+import shlex
 import shutil
 import statistics
 from unittest import mock
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from scripts.harness.programs import Result, assert_one_message, command_line, snapshot
+from scripts.harness.programs import Result, assert_one_message, command_line, metric_lines, run_here, snapshot
 from tests.training.foreign_models import foreign_model
 from training.runtime.launch import run
 from training.tools.merge import __main__ as merge
@@ -133,14 +134,80 @@ def test_the_best_within_a_kl_is_saved_and_the_frontier_written(tiny, trained, t
         assert torch.allclose(model[name], tensor + best * (other[name] - tensor), atol=1e-6), name
 
 
-def test_the_best_score_within_a_kl_is_chosen_and_never_the_sft_model():
-    points = [Point(scale, score, 0.0, kl, 0.0, 8.0, 0.5) for scale, score, kl in ((0, 9, 0), (1, 2, 4), (2, 1, 5))]
-    assert [best_within(points, limit) for limit in (3.0, 4.0, 99.0)] == [None, points[1], points[1]]
+def test_the_best_within_a_kl_is_chosen_and_never_the_sft_model():
+    points = [Point(scale, 0.0, 0.0, kl, 0.0, 8.0, 0.5, by) for scale, by, kl in ((0, 9, 0), (1, 1, 4), (2, 2, 5))]
+    found = [best_within(points, limit) for limit in (3.0, 4.0, 99.0, None)]
+    assert found == [None, points[1], points[2], points[2]]
+
+
+def test_a_judge_chooses_that_is_no_part_of_the_score(tiny, trained, tmp_path, capfd):
+    """It counts words; the number that chooses is its mean less 0.25 for each nat."""
+    (tmp_path / "judge.py").write_text(
+        "def words(prompts, responses): return [float(len(response.split())) for response in responses]\n"
+    )
+    judge = {"reward_function": f"{tmp_path / 'judge.py'}:words", "reward_weights": 0.0}
+    flags = flags_of(tiny, trained, scales=[0.5, 1.0, 3.0], **judge)
+    chosen = {"choose_by": "eval/reward_words", "kl_coef": 0.25}
+    result = merged({**flags, **chosen, "output_dir": tmp_path / "by_judge"}, capfd)
+    assert result.code == 0, result.stderr
+    alone = merged(flags_of(tiny, trained, scales=[0.5, 1.0, 3.0], output_dir=tmp_path / "alone"), capfd)
+    assert alone.code == 0, alone.stderr
+    points, scores = {}, {}
+    for name in ("by_judge", "alone"):
+        found = json.loads((tmp_path / name / "frontier.json").read_text())
+        points[name], scores[name] = found["points"], [point["score"] for point in found["points"]]
+    assert scores["by_judge"] == scores["alone"], "the judge has no part in the score"
+    numbers = {}
+    for point in points["by_judge"]:
+        lines = (tmp_path / "by_judge" / "samples" / f"scale_{point['scale']:g}.jsonl").read_text().splitlines()
+        counts = [len(json.loads(line)["response"].split()) for line in lines]
+        assert point["rewards"]["words"] == pytest.approx(statistics.mean(counts))
+        assert point["rewards_se"]["words"] == pytest.approx(statistics.stdev(counts) / 8**0.5)
+        numbers[point["scale"]] = statistics.mean(counts) - 0.25 * point["kl"]
+        assert point["chosen_by"] == pytest.approx(numbers[point["scale"]], abs=1e-6)
+    best = max((scale for scale in numbers if scale != 0.0), key=numbers.get)
+    assert f"SFT + {best:g} x the linear change of 1" in result.stdout
+    assert ("eval/reward_words is highest for the SFT model itself" in result.stdout) == (numbers[0.0] > numbers[best])
+    note = json.loads((tmp_path / "by_judge" / "model" / "merged_from.json").read_text())
+    assert (note["scale"], note["choose_by"], note["kl_coef"]) == (best, "eval/reward_words", 0.25)
+
+
+@pytest.mark.parametrize("judge", [True, False])
+def test_the_command_that_a_run_prints_merges(tiny, tmp_path, capfd, judge):
+    """With the run's prompts, rewards, weights and lengths; and the trained model at scale 1 has the run's numbers."""
+    (tmp_path / "re ward.py").write_text(
+        "def words(prompts, responses, prompt): return [float(len(response.split())) for response in responses]\n"
+    )
+    rewards = {
+        "reward_model_name_or_path": tiny.folder / "reward",
+        "reward_model_weight": 0.5,
+        "reward_function": f"{tmp_path / 're ward.py'}:words",
+        "reward_weights": 0.0 if judge else -0.25,
+    }
+    more = {"stop": ["w1", "w 2"], "temperature": 0.75, "seed": 7, "num_eval_prompts": 6, "actor_learning_rate": 1e-3}
+    result = run_here(3, tiny.flags(3, output_dir=tmp_path / "out", **rewards, **more), capfd)
+    assert result.code == 0, result.stderr
+    (command,) = [line for line in result.stdout.splitlines() if line.startswith("python -m training.merge ")]
+    words = shlex.split(command)[3:]
+    by = {"--choose_by": "eval/reward_words"} if judge else {"--choose_by": "eval/score", "--kl_coef": "0.1"}
+    assert all(words[words.index(flag) + 1] == value for flag, value in by.items())
+    with mock.patch("engine.distributed.shutdown"):
+        code = run(merge.main, merge.MergeFlags, merge.__doc__, words)
+    assert code == 0, capfd.readouterr().err
+    found = json.loads((tmp_path / "out" / "merged" / "frontier.json").read_text())
+    ended = metric_lines(tmp_path / "out")[-1]
+    (point,) = [point for point in found["points"] if point["scale"] == 1.0]
+    for name, number in {"score": point["score"], "kl": point["kl"], "reward_words": point["rewards"]["words"]}.items():
+        assert number == pytest.approx(ended[f"eval/{name}"], abs=1e-4), name
+    assert (tmp_path / "out" / "merged" / "model" / "model.safetensors").is_file()
 
 
 def test_the_table_prints_one_standard_error():
-    line = table([Point(0.5, 1.25, 0.068, 3.5, 0.21, 8.0, 0.5)]).splitlines()[1]
-    assert line.split() == ["0.5", "1.250", "±", "0.068", "3.50", "±", "0.21", "8.0", "0.500"]
+    point = Point(0.5, 1.25, 0.068, 3.5, 0.21, 8.0, 0.5, 1.25, {"judge": 0.5}, {"judge": 0.03})
+    head, line, _ = table([point]).splitlines()
+    assert head.split() == ["scale", "score", "judge", "KL", "tokens", "bigrams"]
+    expected = ["0.5", "1.250", "±", "0.068", "0.500", "±", "0.030", "3.50", "±", "0.21", "8.0", "0.500"]
+    assert line.split() == expected
 
 
 def test_without_prompts_a_scale_is_merged_and_nothing_is_measured(tiny, trained, tmp_path, capfd):
@@ -160,13 +227,17 @@ BAD = {
         {"data_path": None, "reward_model_name_or_path": None},
         "nothing to do",
     ),
-    "two choices": ({"scale": 1.0, "max_kl": 3.0}, "--scale 1 and --max_kl 3 both choose a model"),
+    "two choices": ({"scale": 1.0, "max_kl": 3.0}, "--scale 1 and --max_kl 3.0 both choose a model"),
     "scales that files cannot tell": (
         {"scales": [1.0, 1.0000001]},
         "--scales 1 1: a scale is given twice, in six digits",
     ),
     "a choice that files cannot tell": ({"scales": [1.0], "scale": 1.0000001}, "are one in six digits. Give the same"),
     "no data for a KL": ({"data_path": None, "max_kl": 3.0}, "needs --data_path"),
+    "no such number": (
+        {"choose_by": "eval/reward_judge"},
+        "--choose_by eval/reward_judge: no held-out number has this name. Of scores there are eval/score;",
+    ),
     "no such model": ({"trained_model_name_or_path": "/nowhere"}, "--trained_model_name_or_path: there is no folder"),
 }
 

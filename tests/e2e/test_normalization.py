@@ -114,3 +114,13 @@ def test_a_model_of_another_family_is_normalised_on_what_it_reads_of_the_respons
     offset = json.loads((out / "config.json").read_text())["score_offset"]
     found = np.array(scores_alone(str(out), rows[:SAMPLES])) + offset
     assert found.mean() == pytest.approx(0, abs=1e-4) and found.var() == pytest.approx(1, abs=1e-3)
+
+
+def test_what_the_best_responses_are_like_is_told():
+    def responses(count: int) -> list[tuple]:
+        return [(f"p{n}", "w", n % 8 < 4, 5, float(n % 8)) for n in range(count)]  # the highest scores do not end
+
+    assert step2_reward.best_lines(responses(15)) == [], "one group of eight has no error"
+    told = " ".join(step2_reward.best_lines(responses(20)))
+    assert "this reward model are no better than all responses, by ends and known words" in told
+    assert "pays for responses that do not end (ended 0.0%, of all 50.0%)" in told

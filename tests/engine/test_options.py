@@ -8,6 +8,7 @@ import pytest
 from engine.algorithms import Dialect
 from engine.options import REQUIRED, choices_of, default_of, fault, option, unmet
 from training.config.parsing import STEPS
+from training.tools.audit.flags import AuditFlags
 from training.tools.compare.flags import CompareFlags
 from training.tools.memory.flags import MemoryFlags
 from training.tools.merge.flags import MergeFlags
@@ -70,7 +71,9 @@ def test_lists_are_nobody_elses():
 
 
 @pytest.mark.parametrize(
-    "options", [Dialect, *STEPS, MemoryFlags, MergeFlags, CompareFlags, ServeFlags], ids=lambda one: one.__name__
+    "options",
+    [Dialect, *STEPS, MemoryFlags, MergeFlags, CompareFlags, AuditFlags, ServeFlags],
+    ids=lambda one: one.__name__,
 )
 def test_conditions_name_options_and_values_that_are_there(options):
     """A condition on a name that no class has would be met by nothing, and asked of nobody."""

@@ -59,11 +59,14 @@ class NeverAsked:
         return self
 
 
-def pretraining_of(steps: int, rollouts: int, lr: float | None = None, **fields) -> CriticPretraining:
-    """Of the two responses, again and again."""
+def pretraining_of(
+    steps: int, rollouts: int, lr: float | None = None, policies: dict | None = None, **fields
+) -> CriticPretraining:
+    """Of the two responses, again and again. policies: actor and reference, where they are asked."""
     tokenizer = SimpleNamespace(eos_token_id=2, get_vocab=dict)
     critic, reward = Critic(), TableModels(TABLE).roles()["reward"]
-    models = SimpleNamespace(actor=NeverAsked(), critic=critic, reference=None, ema=None, tokenizer=tokenizer)
+    policies = policies or {"actor": NeverAsked(), "reference": None}
+    models = SimpleNamespace(critic=critic, ema=None, tokenizer=tokenizer, **policies)
     models.rewards, models.group = [reward], ALONE
     trainer = PPOTrainer(
         models=models,
@@ -96,6 +99,19 @@ def test_the_critic_alone_learns_what_followed_each_token():
     assert found["slope"] == pytest.approx((6.25 / 4 - 0.25 * 0.625) / 1.8125)
     assert found["bias"] == pytest.approx(-0.375)
     assert (found["scores"], found["response_length"], found["mean"]) == pytest.approx((0.5, 2.0, 0.25))
+
+
+def test_the_critic_learns_what_the_likelihood_adds():
+    # Likelihoods -1 and -3: mean -2, deviation sqrt(2), 0.7071 of it each. Twice 0.5 (the cap) and twice -0.7071.
+    table = {901: Row([-1.0] * 3, [-1.0] * 3, [], 0.0), 902: Row([-3.0] * 3, [-3.0] * 3, [], 0.0)}
+    roles = TableModels(table).roles()
+    policies = {name: roles[name] for name in ("actor", "reference")}
+    policies["actor"].host = NeverAsked()
+    pretraining = pretraining_of(2, 1, policies=policies, likelihood_coef=2.0, likelihood_cap=0.5)
+    returns = pretraining.step(prompts(0)).batch.returns
+    torch.testing.assert_close(returns, torch.tensor([[0.75, 1.5, 3.0], [-2.414214, 0, 0]]), atol=1e-5, rtol=0)
+    kept = pretraining.trainer.algorithm.likelihood_scale
+    assert kept.mean == -2.0, "the PPO steps go on with it"
 
 
 @pytest.mark.parametrize(

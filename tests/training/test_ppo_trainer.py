@@ -17,7 +17,7 @@ from engine.experience import Rollout, TrainingBatch
 from engine.reward.base import CombinedReward, Standardisation
 from scripts.harness.models import make_causal_lm, make_scorer
 from tests.distributed.tiny_run import build_trainer, engine_spec
-from tests.engine.fake_models import Row, TableModels, rollout_of
+from tests.engine.fake_models import Row, TableModels, conversation_of, rollout_of
 from tests.training.given_rollouts import batch_of, next_step, untrained
 from training.reporting.metrics import Accumulator
 from training.reporting.step_metrics import STEP_METRICS
@@ -348,6 +348,43 @@ def test_scores_are_scaled_by_all_that_were_seen():
     near(second.processed_scores, [-4 / math.sqrt(38 / 3), 4 / math.sqrt(38 / 3)])
     near(second.rewards, [[-4 / math.sqrt(38 / 3)], [4 / math.sqrt(38 / 3)]])
     assert second.scores.tolist() == [-4, 4]
+
+
+def test_the_likelihood_is_a_part_of_the_rewards_apart_from_the_score():
+    # -1.75 and -2: mean -1.875, deviation 0.25 / sqrt(2), so 0.7071 and -0.7071 of it; half of 0.5 and of -0.7071
+    dialect = get_dialect("default").override(likelihood_coef=0.5, likelihood_cap=0.5)
+    report = next_step(untrained(TableModels(BATCH).roles(), dialect, batch(), pad=PAD))
+    near(report.batch.rewards, [[-0.05, 1.9 + 0.25, 0.0], [0.1, -0.1, 4.8 - 0.353553]])
+    assert report.batch.scores.tolist() == [2.0, 8.0]
+    metrics = {name.removeprefix("objective/"): value for name, value in report.metrics.items()}
+    assert metrics["likelihood"] == pytest.approx(-1.875) and metrics["scores"] == 5.0 and metrics["clipped"] == 0.5
+    assert metrics["likelihood_part"] == pytest.approx((0.25 - 0.353553) / 2, abs=1e-6)
+    assert metrics["non_score_reward"] == pytest.approx((-0.15 - 0.2) / 2, abs=1e-6), "the KL penalty alone"
+    off = next_step(untrained(TableModels(BATCH).roles(), get_dialect("default"), batch(), pad=PAD))
+    assert report.metrics.keys() - off.metrics.keys() == {"objective/likelihood", "objective/likelihood_part"}
+
+
+def test_the_likelihood_of_a_conversation_is_that_of_what_the_policy_drew():
+    # -1 and -3 over what was drawn, -4 of the other: mean -3, deviation sqrt(2), 0.7071 of it each; no score, no KL
+    table = {
+        901: Row([-1.0, -50.0, -50.0, -3.0], [-1.0, -50.0, -50.0, -3.0], [0.0] * 4, 0.0),
+        902: Row([-4.0] * 4, [-4.0] * 4, [0.0] * 4, 0.0),
+    }
+    rollout = conversation_of([[901], [902]], [[[11], [20, 21], [EOS]], [[EOS]]], PAD)
+    dialect = get_dialect("default").override(likelihood_coef=1.0)
+    near(make(TableModels(table), rollout, dialect).rewards, [[0, 0, 0, 0.707107], [-0.707107, 0, 0, 0]])
+
+
+def test_a_likelihood_goes_on_with_the_numbers_of_its_checkpoint():
+    dialect = get_dialect("default").override(likelihood_coef=0.5)
+    rollouts = [batch(), batch().select(torch.tensor([1, 1]))]
+    one, other = (untrained(TableModels(BATCH).roles(), dialect, *rollouts, pad=PAD) for _ in range(2))
+    next_step(one)
+    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+    other.rollouts.rollouts.pop(0)
+    first, second = next_step(one).batch, next_step(other).batch
+    assert torch.equal(first.rewards, second.rewards) and first.rewards[0, 2] != 4.8
+    assert "likelihood_scale" not in untrained(TableModels(BATCH).roles(), Dialect(), pad=PAD).state_dict()
 
 
 def test_old_logprobs_are_the_samplers_where_the_rollout_has_them_and_they_are_all_that_counts():

@@ -32,6 +32,7 @@ from training.reward_texts import (
     Reader,
     Texts,
     check_prompts,
+    closing_token,
     reading_limit,
     reward_source,
 )
@@ -364,6 +365,26 @@ def test_a_model_with_the_actors_tokenizer_stays_as_it_is(tmp_path):
     folder = foreign_model(tmp_path / "reward")
     model = RewardModel(Frozen(folder, False))
     assert reward_source(model, folder, texts_of([], foreign_tokenizer()), None) is model
+
+
+@pytest.mark.parametrize("packs", [False, True])
+@pytest.mark.parametrize("kind", ["text", "messages"])
+def test_cut_responses_are_closed_for_a_model_that_reads_ids(tmp_path, kind, packs):
+    """The scores are those of transformers alone for the ids with the end that step 2 writes. What has ended, by that
+    token or by a stop string, stays as it is, and so does a conversation that was cut behind a whole turn."""
+    tokenizer = foreign_tokenizer(FILM if kind == "messages" else None)
+    folder = foreign_model(tmp_path / "reward", FILM if kind == "messages" else None)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>" if kind == "messages" else "<|endoftext|>")
+    prompts, responses = [[70, 71], [73], [74, 75], [76], [77]], [[80, 81, 82], [83], [84, 85, end], [86], [87, end]]
+    rollout = rollout_of(prompts, responses, tokenizer.pad_token_id)
+    rollout = dataclasses.replace(rollout, ended=torch.tensor([False, False, True, True, False]))
+    closing = closing_token(tokenizer, kind == "messages")
+    texts = texts_of([], tokenizer, messages=kind == "messages", closing=closing)
+    source = reward_source(RewardModel(Frozen(folder, packs)), folder, texts, None)
+    whole = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+    whole[0].append(end)
+    whole[1].append(end)
+    assert source.score(rollout).tolist() == pytest.approx(scores_alone(folder, whole), abs=2e-6)
 
 
 def test_a_template_that_fails_stops_the_run_with_one_message(tmp_path):

@@ -1,7 +1,7 @@
 """The content of a checkpoint's trainer_state.json: the training state, and the conditions of the run that wrote it.
 
-steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale, reward    the training state
-                    (PPOTrainer.state_dict); steps_done is negative while the critic is pretrained
+steps_done, optimizer_steps, samples, prompt_batches, kl, score_scale, likelihood_scale, reward    the training
+                    state (PPOTrainer.state_dict); steps_done is negative while the critic is pretrained
 held_out_..., metrics_without_evaluation    the keys BEFORE, FIRST and UNLOGGED below; each only if it is needed
 models              step counts and loss scales of each model (TrainedModel.scalars)
 ema                 whether the checkpoint has a moving average
@@ -40,7 +40,8 @@ MAY_CHANGE = """
 num_train_epochs max_steps total_steps enable_test_mode test_stop_step max_kl grace_seconds timeout_minutes
 eval_steps eval_interval print_answers_interval profile_steps per_device_eval_batch_size
 report_to report_project enable_tensorboard tensorboard_path push_to_hub hub_model_id hub_private
-save_steps save_minutes keep_checkpoints keep_best_checkpoint async_checkpoints save_merged
+save_steps save_minutes keep_checkpoints keep_best_checkpoint keep_best_by keep_best_max_kl
+async_checkpoints save_merged
 data_path eval_data_path sft_only_data_path normalization_data_path unsupervised_dataset_name
 unsupervised_dataset_config_name data_output_path chat_template trust_remote_code
 ranks per_device_generation_batch_size generation_batches per_device_training_batch_size

@@ -62,6 +62,7 @@ OF_STEP_3 = {
     **dict.fromkeys(("optimizer_steps", "samples", "prompt_batches"), int),
     "kl": dict,
     "score_scale": {"totals": [NUMBER, NUMBER, NUMBER]},
+    "likelihood_scale": (ABSENT, {"totals": [NUMBER, NUMBER, NUMBER]}),
     "reward": (ABSENT, {"standardised": [{"totals": (ABSENT, [NUMBER, NUMBER, NUMBER])}]}),
 }
 SHOWN = 3  # number of damaged files that a message names

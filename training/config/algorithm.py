@@ -44,6 +44,8 @@ class AlgorithmFlags(DataFlags):
     missing_eos_penalty: float = flag(
         0.0, "number subtracted from the score of a response that did not end by itself; sets missing_end=subtract"
     )
+    cut_responses: str | None = dialect_flag("cut_responses")
+    likelihood_coef: float | None = dialect_flag("likelihood_coef")
     gamma: float | None = dialect_flag("gamma")
     lam: float | None = dialect_flag("lam")
     clip_range: float | None = dialect_flag("clip_range")
@@ -294,6 +296,12 @@ class ReferenceFlags(AlgorithmFlags):
             raise UserError(
                 f"{self.word('reference_refresh_steps')} with --reference {MOVING}: the average moves after every "
                 "optimizer step by itself. Give one of them."
+            )
+        if (self.reference == MOVING or self.reference_refresh_steps) and self.resolved.dialect.likelihood_coef:
+            moving = "reference_refresh_steps" if self.reference_refresh_steps else "reference"
+            raise UserError(
+                f"{self.word(moving)} with likelihood_coef: the likelihood is the SFT model's, and a reference that "
+                "follows the actor finds likely whatever the actor writes. Give one of them."
             )
 
     @property

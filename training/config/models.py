@@ -28,6 +28,7 @@ from training.config.environment import EnvironmentFlags
 from training.config.flags import REQUIRED, ProgramFlags, RunFlags, flag
 
 LEARNING_RATE = 5e-4  # DeepSpeed-Chat's LoRA learning rate, the same for actor and critic
+SCORE = "eval/score"  # the held-out number by which models are chosen unless a flag names another
 RANKS = ("lora_dim", "actor_lora_dim", "critic_lora_dim")
 """The flags that turn LoRA on. Each step has one or two of them."""
 
@@ -197,8 +198,8 @@ class RoleLoraFlags(LoraFlags):
 
 
 @dataclass(kw_only=True)
-class RewardFunctionFlags(AlgorithmFlags):
-    """The flags of those parts of step 3's score that do not come from the reward model."""
+class RewardFunctionFlags(RunFlags):
+    """The flags of the score's parts that do not come from the reward model, and of the parts' weights."""
 
     reward_function: list[str] = flag(
         [],
@@ -282,8 +283,8 @@ def check_format(pattern: str | None) -> None:
 
 
 @dataclass(kw_only=True)
-class RewardServerFlags(EnvironmentFlags, RewardFunctionFlags):
-    """The flags of reward servers, which give scores instead of the reward model or in addition to it."""
+class ServerFlags(RunFlags):
+    """The flags of reward servers. Step 3 and measuring programs share them."""
 
     reward_url: list[str] = flag(
         [],
@@ -332,12 +333,6 @@ class RewardServerFlags(EnvironmentFlags, RewardFunctionFlags):
                 f"{said}: {len(columns)} columns, and the form {self.reward_url_form} has room for {most}. Name {most}."
             )
 
-    @property
-    def other_rewards(self) -> list[str]:
-        """The values of --reward_function, then the first URL of --reward_url, then the environment: one item for each
-        part of the score besides the reward model. All servers together are one part."""
-        return [*self.reward_function, *self.reward_url[:1], *filter(None, [self.environment])]
-
     def reward_server(self) -> ServerSettings | None:
         """The settings of the reward servers; None if the run has no reward server."""
         if not self.reward_url:
@@ -350,6 +345,61 @@ class RewardServerFlags(EnvironmentFlags, RewardFunctionFlags):
             timeout=self.reward_url_timeout,
             patience=self.reward_url_patience,
         )
+
+
+@dataclass(kw_only=True)
+class RewardServerFlags(ServerFlags, EnvironmentFlags, RewardFunctionFlags):
+    """The flags of all that scores in step 3 and at merging, besides reward models, and of the parts' weights."""
+
+    def validate(self) -> None:
+        """Raise UserError for weights that do not fit the rewards, and for early scores of conversations."""
+        super().validate()
+        if self.overlap_rewards and self.environment is not None:
+            raise UserError(
+                "--overlap_rewards with --environment: conversations are scored when all of them have ended. Leave it "
+                "out."
+            )
+        self._check_weights()
+
+    def _check_weights(self) -> None:
+        models = self.reward_paths
+        check_reward_models(self, models)
+        weights, others = self.reward_weights, self.other_rewards
+        if weights and len(weights) != len(others):
+            parts = [*self.reward_function, *["the reward server"] * bool(self.reward_url)]
+            parts += ["the environment"] * bool(self.environment)
+            raise UserError(
+                f"{self.word('reward_weights')}: {len(weights)} weights. They belong to {', '.join(parts)}, in this "
+                f"order: give {len(others)} or none. The reward models' weights are --reward_model_weight. To mix the "
+                f"reward model in by half, give {self.half_by_model}."
+            )
+        by_models = self.reward_model_weight or [1.0]
+        given = [self.word(name) for name in ("reward_model_weight", "reward_weights") if getattr(self, name)]
+        if given and not any([*by_models * bool(models), *(weights or [1.0] * len(others)), self.length_penalty]):
+            raise UserError(f"{' and '.join(given)}: every score would be 0. Give one that is not.")
+
+    @property
+    def half_by_model(self) -> str:
+        """The flags that give the reward model half of the score's weight, and the other rewards together the other
+        half."""
+        models = self.reward_paths or [getattr(self, "critic_model_name_or_path", None) or "REWARD_MODEL"]
+        counts = len(models), len(self.other_rewards)
+        by_models, by_others = (" ".join([f"{0.5 / count:g}"] * count) for count in counts)
+        return (
+            f"--reward_model_name_or_path {' '.join(models)} --reward_model_weight {by_models} "
+            f"--reward_weights {by_others}"
+        )
+
+    @property
+    def reward_paths(self) -> list[str]:
+        """The reward models' paths; empty if the scores come from elsewhere alone."""
+        return self.reward_model_name_or_path
+
+    @property
+    def other_rewards(self) -> list[str]:
+        """The values of --reward_function, then the first URL of --reward_url, then the environment: one item for each
+        part of the score besides the reward model. All servers together are one part."""
+        return [*self.reward_function, *self.reward_url[:1], *filter(None, [self.environment])]
 
 
 def check_reward_url(url: str) -> None:
@@ -370,7 +420,10 @@ def check_reward_url(url: str) -> None:
 
 
 @dataclass(kw_only=True)
-class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
+# All bases are named to keep the order in which --help lists the flags.
+class ModelFlags(
+    RoleLoraFlags, ReferenceFlags, RewardServerFlags, ServerFlags, EnvironmentFlags, RewardFunctionFlags, AlgorithmFlags
+):
     """The flags of step 3's models, of their adapters and of their engines."""
 
     actor_model_name_or_path: str = flag(
@@ -444,22 +497,7 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
                 f"--{role}_model_name_or_path is missing: give the reward model's folder, or a function of "
                 "your own with --reward_function, a server with --reward_url, or an --environment."
             )
-        models = self.reward_paths
-        check_reward_models(self, models)
-        weights, others = self.reward_weights, self.other_rewards
-        if weights and len(weights) != len(others):
-            parts = [*self.reward_function, *["the reward server"] * bool(self.reward_url)]
-            parts += ["the environment"] * bool(self.environment)
-            raise UserError(
-                f"{self.word('reward_weights')}: {len(weights)} weights. They belong to {', '.join(parts)}, in this "
-                f"order: give {len(others)} or none. The reward models' weights are --reward_model_weight. To mix the "
-                f"reward model in by half, give {self.half_by_model}."
-            )
-        by_models = self.reward_model_weight or [1.0]
-        if not any([*by_models * bool(models), *(weights or [1.0] * len(others)), self.length_penalty]):
-            given = [self.word(name) for name in ("reward_model_weight", "reward_weights") if getattr(self, name)]
-            raise UserError(f"{' and '.join(given)}: every score would be 0. Give one that is not.")
-        if models:
+        if self.reward_paths:
             return
         idle = [name for name in ("reward_ds_config", "offload_reward_model") if getattr(self, name)]
         idle += ["reward_model_weight"] * bool(self.reward_model_weight)
@@ -470,18 +508,6 @@ class ModelFlags(RoleLoraFlags, ReferenceFlags, RewardServerFlags):
                 f"{self.word(idle[0])}: there is no reward model beside {beside}. Name one with "
                 "--reward_model_name_or_path."
             )
-
-    @property
-    def half_by_model(self) -> str:
-        """The flags that give the reward model half of the score's weight, and the other rewards together the other
-        half."""
-        models = self.reward_paths or [self.critic_model_name_or_path or "REWARD_MODEL"]
-        counts = len(models), len(self.other_rewards)
-        by_models, by_others = (" ".join([f"{0.5 / count:g}"] * count) for count in counts)
-        return (
-            f"--reward_model_name_or_path {' '.join(models)} --reward_model_weight {by_models} "
-            f"--reward_weights {by_others}"
-        )
 
     @property
     def reward_paths(self) -> list[str]:

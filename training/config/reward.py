@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from engine.errors import UserError, shortened
 from engine.files import refuse_pointers
 from engine.reward.base import (
+    HELD_OUT,
     OBJECTIVE,
     AgreedReward,
     CombinedReward,
@@ -32,7 +33,7 @@ from engine.reward.base import (
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
 from engine.reward.function import FunctionReward, Signature
 from engine.reward.server import ServerReward
-from training.config.models import ModelFlags
+from training.config.models import SCORE, RewardServerFlags
 from training.data.examples import Prompts
 from training.reporting.standard_errors import ENDINGS
 
@@ -207,7 +208,7 @@ class Part:
     given: str | None = None
 
 
-def score_parts(args: ModelFlags) -> list[Part]:
+def score_parts(args: RewardServerFlags) -> list[Part]:
     """The parts of a run's score, in this order: the reward models and the functions as given, the reward servers, the
     environment."""
     given, others, models = args.reward_function, args.other_rewards, args.reward_paths
@@ -235,8 +236,29 @@ def _what(name: str, given: str) -> str:
     return own if name in (own, ALONE) else f"{name} ({given})"
 
 
+def check_held_out_number(args: RewardServerFlags, flag: str, functions: Mapping[str, Callable]) -> None:
+    """Raise UserError if no evaluation has the metric that the flag names.
+
+    functions: the result of `load_functions`. With a RewardSource class every name is allowed, since only its scores
+    have the names of its parts.
+    """
+    parts = score_parts(args)
+    alone = len(parts) == 1 and parts[0].weight == 1.0 and not args.length_penalty
+    known = [SCORE, *(f"eval/reward_{part.name}" for part in parts if not alone)]
+    others = [f"eval/{name}" for name in HELD_OUT]
+    averaged = (
+        [name.replace("/", "/ema_") for name in (*known, *others)] if getattr(args, "keeps_average", False) else []
+    )
+    given = getattr(args, flag)
+    if given not in (*known, *others, *averaged) and not any(map(is_source, functions.values())):
+        raise UserError(
+            f"{args.word(flag)}: no held-out number has this name. Of scores there are {', '.join(known)}; "
+            "docs/metrics_responses.md lists the others."
+        )
+
+
 def build_reward(
-    args: ModelFlags,
+    args: RewardServerFlags,
     functions: Mapping[str, Callable],
     reward_models: Sequence[RewardModel],
     tokenizer,
@@ -273,7 +295,7 @@ def standardised(models: Mapping[str, RewardModel], raw: bool) -> dict[str, Stan
     return {name: Standardisation(f"the reward model {name}") for name, model in models.items() if not model.normalised}
 
 
-def load_functions(args: ModelFlags) -> dict[str, Callable]:
+def load_functions(args: RewardServerFlags) -> dict[str, Callable]:
     """Load the functions of a run: {value of --reward_function: function or class}. Raises UserError if one cannot be
     loaded."""
     functions = {name: load_given(name, args) for name in args.reward_function}

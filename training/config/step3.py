@@ -10,7 +10,7 @@ from engine.errors import UserError
 from engine.rollout import DECODING, ROLLOUT_BACKENDS, SAMPLERS
 from training.config import other_systems
 from training.config.flags import HubFlags, RestartFlags, RunFlags, flag, refuse_uneven
-from training.config.models import ModelFlags
+from training.config.models import SCORE, ModelFlags
 
 COPIES = "rollout_backend=auto|replica|zero3"  # the backends that sample from the actor in the training processes
 
@@ -130,6 +130,19 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
         "into OUTPUT_DIR/profile; ui.perfetto.dev opens it",
         least=1,
     )
+    keep_best_by: str = flag(
+        SCORE,
+        "held-out number by which --keep_best_checkpoint compares; a larger one is better. eval/reward_NAME is that of "
+        "one of several rewards, which may have weight 0 and then judges alone",
+        only_with="keep_best_checkpoint",
+        group="checkpoints",
+    )
+    keep_best_max_kl: float | None = flag(
+        None,
+        "--keep_best_checkpoint keeps none whose held-out KL to the reference is above this many nats per response",
+        above=0,
+        only_with="keep_best_checkpoint",
+    )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, by themselves or in combination."""
@@ -149,11 +162,6 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
             )
         if self.environment is not None:
             check_conversations(dialect)
-            if self.overlap_rewards:
-                raise UserError(
-                    "--overlap_rewards with --environment: conversations are scored when all of them have ended. Leave "
-                    "it out."
-                )
         if "" in self.stop:
             raise UserError("--stop '': an empty string stands at every place. Give strings of at least one character.")
         if self.stop and dialect.sampling != "until_eos":

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from engine import distributed
+from engine.algo.rewards import mean_logprobs
 from engine.atomic_files import write_whole
 from engine.errors import RunStopped
 from engine.experience import Rollout
@@ -27,9 +28,10 @@ from engine.reference import EMA
 from engine.reward.base import decoded, text_behind
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from training.checkpoints.conditions import BEFORE, FIRST
+from training.config.models import SCORE
 from training.data.examples import Prompts, collate_prompts
 from training.reporting.metrics import Accumulator
-from training.reporting.standard_errors import Estimate, Units, comparable_scores, paired, with_errors
+from training.reporting.standard_errors import ENDINGS, Estimate, Units, comparable_scores, paired, with_errors
 from training.reporting.step_metrics import add_counts
 from training.reporting.variety import compressed_bytes, distinct_bigrams, new_words
 from training.runtime.processes import phase
@@ -45,13 +47,15 @@ class Answers:
 
     rows: a dict for each response: a row of `sample_rows`, with the parts of the score. They are sorted by prompt, and
         within a prompt by sample.
-    ended: for each response, whether it ended by itself. score_parts: names of the columns of `rows` whose sum is the
+    ended: for each response, whether it ended by itself. likelihood: for each response, the mean log-prob of its drawn
+        tokens under the reference, in nats. score_parts: names of the columns of `rows` whose sum is the
         score, if the score has several parts. rewards: names of the columns with the unweighted scores of each source,
         if there are several sources.
     """
 
     rows: list[dict]
     ended: list[bool]
+    likelihood: list[float]
     score_parts: list[str]
     rewards: list[str]
 
@@ -105,6 +109,8 @@ class Evaluator:
         columns = {"score": "score", "kl": "kl", "response_length": "tokens"}
         columns |= {name: name for name in parts}
         units = {name: [float(row[column]) for row in rows] for name, column in columns.items()}
+        if "likelihood" in rows[0]:
+            units["likelihood"] = [row["likelihood"] for row in rows]
         texts = [text_by(POLICY, row) for row in rows]
         if step == 0:
             self.first = texts
@@ -151,15 +157,18 @@ class Evaluator:
         rollout = experience.rollout  # here responses end where the dialect ends them; the sampler may have gone on
         rewards = {f"reward_{name}": reward for name, reward in experience.rewards.items()}
         parts = {name: part.tolist() for name, part in (experience.score_parts | rewards).items()}
+        likelihood = mean_logprobs(experience.ref_logprobs, rollout.actions).tolist()
+        if self.experience_maker.algorithm.dialect.likelihood_coef:
+            parts["likelihood"] = likelihood
         own = {}
         for place, row in enumerate(sample_rows(rollout, experience.scores, experience.kl.sum(-1), self.tokenizer)):
             key = answered.indices[place].item(), answered.samples[place].item()
             row |= {name: part[place] for name, part in parts.items()}
-            own[key] = row, rollout.ended[place].item()
+            own[key] = row, rollout.ended[place].item(), likelihood[place]
         found = {key: each for rank in distributed.all_gather_objects(own) for key, each in rank.items()}
-        rows, ended = map(list, zip(*(found[key] for key in sorted(found)), strict=True))
+        rows, ended, likelihood = map(list, zip(*(found[key] for key in sorted(found)), strict=True))
         _stop_if_not_finite(rows, step)
-        return Answers(rows, ended, list(experience.score_parts), list(rewards))
+        return Answers(rows, ended, likelihood, list(experience.score_parts), list(rewards))
 
     def _shifted(self, rollout: Rollout) -> Rollout:
         """The rollout, with prompt indices that point into a reward function's `rows`. The indices are changed only
@@ -168,19 +177,38 @@ class Evaluator:
         return dataclasses.replace(rollout, indices=rollout.indices + self.first_index)
 
 
+def held_out_number(metrics: Mapping[str, float], name: str) -> float:
+    """The metric of this name, by which models are chosen. Raises: RunStopped if the evaluation does not have it."""
+    if name not in metrics:
+        found = ", ".join(key for key in metrics if key.startswith("eval/") and not key.endswith(ENDINGS))
+        raise RunStopped(f"there is no held-out number {name}. The evaluation has {found}.")
+    return metrics[name]
+
+
 class PromptEvaluations:
     """The evaluations of a run of step 3: of the actor, and of its moving average. Samples are written into the folder
     samples/ of the output folder.
 
     evaluator: None if no prompts are held out. ema: the moving average, or None. last_step: the run's last step. every:
-    number of steps between evaluations; 0 for none between the first and the last.
+    number of steps between evaluations; 0 for none between the first and the last. best_by: the metric by which
+    checkpoints are compared. best_max_kl: the largest KL of a checkpoint that counts as the best, in nats a response.
     """
 
-    def __init__(self, evaluator: Evaluator | None, ema: EMA | None, output_dir: Path, last_step: int, every: int):
+    def __init__(
+        self,
+        evaluator: Evaluator | None,
+        ema: EMA | None,
+        output_dir: Path,
+        last_step: int,
+        every: int,
+        best_by: str = SCORE,
+        best_max_kl: float | None = None,
+    ):
         self.evaluator = evaluator
         self.ema = ema
         self.output_dir = output_dir
         self.last_step, self.every = last_step, every
+        self.best_by, self.best_max_kl = best_by, best_max_kl
 
     def due(self, step: int) -> bool:
         """Whether an evaluation is due after this step: before the first one, after the last one, and in between."""
@@ -194,14 +222,14 @@ class PromptEvaluations:
         name = "before" if step == 0 else "after" if step == self.last_step else f"step_{step:06d}"
         metrics, rows = self.evaluator.run(step)
         self._write_samples(name, rows)
-        if self.ema is None:
-            return metrics
-        if step == 0:
-            return {**metrics, **_as_average(metrics)}
-        with self.ema.swapped():
-            averaged, rows = self.evaluator.run(step)
-        self._write_samples(f"{name}_ema", rows)
-        return {**metrics, **_as_average(averaged)}
+        averaged = metrics
+        if self.ema is not None and step > 0:
+            with self.ema.swapped():
+                averaged, rows = self.evaluator.run(step)
+            self._write_samples(f"{name}_ema", rows)
+        found = metrics if self.ema is None else {**metrics, **_as_average(averaged)}
+        held_out_number(found, self.best_by)  # a wrong name ends the run before its first step
+        return found
 
     def _write_samples(self, name: str, rows: list[dict]) -> None:
         """Write held-out samples into a file of this name. If the file cannot be written, the run goes on."""
@@ -213,13 +241,17 @@ class PromptEvaluations:
         """No line: the progress bar shows the score."""
         return ""
 
-    def score(self, metrics: Mapping[str, float]) -> float:
-        """The held-out score."""
-        return metrics["eval/score"]
+    def score(self, metrics: Mapping[str, float]) -> float | None:
+        """The number `best_by`; None if the KL of the same weights is above `best_max_kl`."""
+        kl = "eval/ema_kl" if self.best_by.startswith("eval/ema_") else "eval/kl"
+        if self.best_max_kl is not None and metrics[kl] > self.best_max_kl:
+            return None
+        return held_out_number(metrics, self.best_by)
 
     def scores(self, rows: list[dict]) -> dict[int, float]:
-        """{step: held-out score} of a run so far, without scores of another reward than the latest one's."""
-        return {row["step"]: row["eval/score"] for row in comparable_scores(rows)}
+        """{step: score} of a run so far, without numbers of another reward than the latest one's."""
+        found = {row["step"]: self.score(row) for row in comparable_scores(rows) if self.best_by in row}
+        return {step: score for step, score in found.items() if score is not None}
 
     def state_dict(self) -> dict:
         """What was measured before the first step, and the responses."""

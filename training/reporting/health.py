@@ -86,6 +86,15 @@ def noise(values: Sequence[float]) -> float:
     return (fmean((b - a) ** 2 for a, b in itertools.pairwise(values)) / 2) ** 0.5
 
 
+def smoothed(rows: Sequence[Mapping], name: str) -> tuple[list[float], float]:
+    """(the means of a metric over all stretches of a tenth of the run, of at least 2 values; NOISE standard errors of
+    the difference of two such means). The rows all have the metric, and are at least 2."""
+    values = column(rows, name)
+    window = max(2, int(SHARE * len(values)))
+    means = [fmean(values[i : i + window]) for i in range(len(values) - window + 1)]
+    return means, NOISE * noise(values) * (2 / window) ** 0.5
+
+
 def by_ends(
     *metrics: str,
     ill: Callable[[float, float], bool],
@@ -191,9 +200,7 @@ def score_unmoved(rows: Sequence[Mapping]) -> Finding | None:
     scores = column(present, "objective/scores")
     if len(scores) < FEWEST_STEPS:
         return None
-    window = max(2, int(SHARE * len(scores)))
-    error = NOISE * noise(scores) * (2 / window) ** 0.5
-    means = [fmean(scores[i : i + window]) for i in range(len(scores) - window + 1)]
+    means, error = smoothed(present, "objective/scores")
     first = means[0]
     highest = max(means)
     last = means[-1]
@@ -318,9 +325,10 @@ def sampler_apart(rows: Sequence[Mapping]) -> Finding | None:
 
 LONGER, SHORTER = 1.5, 0.67
 """Response length at the end / at the start of the run. A reward model may prefer long (or short) responses as such."""
-FEW_ENDED = 0.1
-"""Share of responses that end by themselves. Below it, nearly all responses are cut off at the length limit, and are
-scored unfinished."""
+FEW_ENDED, HALVED = 0.1, 0.5
+"""FEW_ENDED: share of responses that end by themselves. Below it, nearly all responses are cut off at the length limit,
+and are scored unfinished. HALVED: limit of that share at the end / at the start. The score of an unfinished response is
+close to noise."""
 FAILED, MANY_FAILED = 0.01, 0.2
 """Share of conversations that an error of the environment ended. A few time-outs teach little that is wrong; a fifth
 of the conversations does."""
@@ -361,9 +369,9 @@ length_shrank = by_ends(
 
 
 def few_ended(rows: Sequence[Mapping]) -> Finding | None:
-    """Hardly any response ends by itself. This needs no trend: one step is enough to see it."""
+    """Hardly any response ends by itself: one step is enough to see this. Or the share of those that do has halved."""
     first, last = at_start(rows, "rollout/eos_rate"), at_end(rows, "rollout/eos_rate")
-    if first is None or last is None or last >= FEW_ENDED:
+    if first is None or last is None or (last >= FEW_ENDED and not ends_halved(rows)):
         return None
     if having(rows, "rollout/after_eos"):
         return Finding(
@@ -381,11 +389,26 @@ def few_ended(rows: Sequence[Mapping]) -> Finding | None:
             "See whether rollout/turn_limit or rollout/token_limit ended them, and raise --max_turns or "
             "--max_answer_seq_len; or see in samples/ why turns go on.",
         )
-    advice = f"At the start {first:.0%} did: see in samples/ whether the reward model pays for going on; raise "
-    advice += "--max_answer_seq_len, or try --missing_eos_penalty."
+    penalty = f"--missing_eos_penalty {next(iter(column(rows, 'eval/score_std')), 1.0):.2g}"
+    if having(rows, "objective/missing_eos_penalty"):
+        penalty = "a larger --missing_eos_penalty"
+    advice = (
+        f"At the start {first:.0%} did, and the score of a cut response is close to noise. Try {penalty} first, about "
+        "a standard deviation of the scores; then raise --max_answer_seq_len. See in samples/ whether the reward model "
+        "pays for going on: --length_penalty, or pairs of balanced lengths."
+    )
     if first < FEW_ENDED:
         advice = "They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS."
     return Finding(LOOK, f"{last:.0%} of responses ended by themselves at the end, the others hit the limit", advice)
+
+
+def ends_halved(rows: Sequence[Mapping]) -> bool:
+    """Whether the share of responses that end by themselves has fallen by half, and by more than noise."""
+    present = having(rows, "rollout/eos_rate")
+    if len(present) < FEWEST_STEPS:
+        return False
+    means, error = smoothed(present, "rollout/eos_rate")
+    return means[-1] < min(HALVED * means[0], means[0] - 2 * error)
 
 
 environment_failed = by_ends(
@@ -457,19 +480,106 @@ scores_clipped = by_ends(  # the scores' scale does not fit the clip
 )
 
 
+# Over-optimisation: the score rises, and what it stands for falls.
+
+ENDS, LIKELIHOOD = "rollout/eos_rate", "likelihood"
+UNLIKELIER, ENOUGH_KL = 0.25, 3.0
+"""UNLIKELIER: nats a token by which the reference's log-prob of the responses falls. In most runs that went well it
+rose, since responses became typical. Where a task with short answers was learned it fell by 0.35, at a KL of 1.
+ENOUGH_KL: nats a response. Below it hardly any reward model was seen to be over-optimised."""
+
+
+@dataclass(frozen=True)
+class TurningPoint:
+    """Where something that should rise with the score began to fall. step: the last step at which it was as good as
+    ever, within noise. kl: the KL to the reference there. name: its metric. best, last: its mean there and at the end.
+    scores: those of the score."""
+
+    step: int
+    kl: float
+    name: str
+    best: float
+    last: float
+    scores: tuple[float, float]
+
+    @property
+    def bound(self) -> str:
+        """The flag with which training.merge goes back to the KL of that step, or to ENOUGH_KL if that was smaller."""
+        return f"--max_kl {max(self.kl, ENOUGH_KL):.2g}"
+
+
+def turning_point(rows: Sequence[Mapping], name: str) -> TurningPoint | None:
+    """Where the metric turned; None if it did not fall by more than noise, or the score did not rise meanwhile."""
+    present = having(having(having(rows, name), "objective/scores"), "objective/kl")
+    if len(present) < FEWEST_STEPS:
+        return None
+    means, error = smoothed(present, name)
+    scores, score_error = smoothed(present, "objective/scores")
+    best = max(place for place, value in enumerate(means) if value >= max(means) - error)
+    if max(means) - means[-1] <= 2 * error or scores[-1] - scores[best] <= score_error:
+        return None
+    kls, _ = smoothed(present, "objective/kl")
+    step = present[best + len(present) - len(means)]["step"]  # the last one of the stretch
+    return TurningPoint(step, kls[best], name, means[best], means[-1], (scores[best], scores[-1]))
+
+
+def over_optimised_since(rows: Sequence[Mapping]) -> TurningPoint | None:
+    """Where the run became over-optimised; None if nothing shows that it did.
+
+    Rewards of weight 0 tell it alone, if there are any: PPO does not see them. Else it shows in the share of responses
+    that end, if that halves, and in the reference's log-prob of a token, which is - (entropy + KL) in the mean.
+    """
+    rows = of_one_reward(rows)
+    names = {name for row in rows for name in row if name.startswith("reward/")}
+    weighted = {name: column(rows, name.replace("reward/", "objective/scores_")) for name in names}
+    if judges := [name for name in sorted(names) if weighted[name] and not any(weighted[name])]:
+        turns = [turning_point(rows, name) for name in judges]
+    else:
+        both = "objective/entropy", "objective/kl_per_token"
+        likely = [row | {LIKELIHOOD: -sum(row[name] for name in both)} for row in rows if {*both} <= row.keys()]
+        fell = None if reference_moved(rows) else turning_point(likely, LIKELIHOOD)
+        turns = [turning_point(rows, ENDS) if ends_halved(rows) else None]
+        if fell is not None and fell.best - fell.last > UNLIKELIER and at_end(rows, "objective/kl") > ENOUGH_KL:
+            turns.append(fell)
+    return min((one for one in turns if one is not None), key=lambda one: one.step, default=None)
+
+
+def over_optimised(rows: Sequence[Mapping]) -> Finding | None:
+    """The score rose while something that it stands for fell. Whether a reward of weight 0 says how good a response is,
+    and whether the score is a proxy at all, only the user knows."""
+    since = over_optimised_since(rows)
+    if since is None:
+        return None
+    what, provided = f"{since.name} (weight 0)", f"if {since.name} says how good a response is"
+    back = f"--choose_by eval/{since.name.replace('/', '_')}"
+    if since.name in (ENDS, LIKELIHOOD):
+        what = "the share of responses that end" if since.name == ENDS else "the reference's log-prob of a token"
+        provided, back = "if a reward model gives the score", since.bound
+    return Finding(
+        LOOK,
+        f"over-optimised since step {since.step}, {provided}: from there the score rose from {since.scores[0]:.3g} to "
+        f"{since.scores[1]:.3g}, and {what} fell from {since.best:.3g} to {since.last:.3g}; training.merge with {back} "
+        "goes back",
+        "Read samples/. A checkpoint of that step or before (--save_steps, --keep_best_by) goes back, too.",
+    )
+
+
 # All rules together.
 
 ANY_LENGTH = (sampler_apart, kl_far, kl_negative, scores_clipped, few_ended, environment_failed, updates_skipped)
 TRENDS = (
     *(score_unmoved, entropy_fell, entropy_rose, value_unexplained, too_much_clipped),
-    *(length_grew, length_shrank, groups_alike, answers_alike, words_invented),
+    *(length_grew, length_shrank, groups_alike, answers_alike, words_invented, over_optimised),
 )
 EXPLAINS = {
     sampler_apart: (kl_negative,),
-    answers_alike: (entropy_fell, length_grew, length_shrank, few_ended, kl_far),
-    length_shrank: (entropy_fell, kl_far),
-    words_invented: (entropy_rose, kl_far),
-    length_grew: (few_ended, kl_far),
+    answers_alike: (entropy_fell, length_grew, length_shrank, few_ended, kl_far, over_optimised),
+    length_shrank: (entropy_fell, kl_far, over_optimised),
+    words_invented: (entropy_rose, kl_far, over_optimised),
+    few_ended: (length_grew, kl_far, over_optimised),
+    length_grew: (kl_far, over_optimised),
+    kl_far: (over_optimised,),
+    entropy_rose: (over_optimised,),
 }
 """{rule of a problem: rules that find signs of this problem}. If the problem is found, its signs are reported together
 with it, and not as findings of their own. A sign of several problems is reported with the first that is found."""

@@ -147,7 +147,7 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value_text(metrics, name)}" for name in names)
 
 
-OF_RESPONSES = ("kl", "response_length", "new_words")
+OF_RESPONSES = ("kl", "response_length", "new_words", "likelihood")
 """Measurements of held-out responses that do not depend on the reward."""
 OTHERS = {"score", *OF_RESPONSES}  # measurements that are not parts of the score
 

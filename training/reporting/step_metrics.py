@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, record_function
 from engine import distributed
 from engine.algo.corrections import bounded, importance_ratios
 from engine.algo.kl import kl_estimate
-from engine.algo.rewards import groups_alike
+from engine.algo.rewards import groups_alike, mean_logprobs
 from engine.algo.truncation import kept_positions
 from engine.algorithms import Algorithm
 from engine.errors import RunStopped
@@ -188,6 +188,10 @@ def add_objective(metrics: Accumulator, batch: TrainingBatch, algorithm: Algorit
         metrics.add("objective/missing_eos_penalty", -dialect.missing_end_value * (~rollout.ended).sum(), count)
     if dialect.overlong_buffer:
         metrics.add("objective/overlong_penalty", algorithm.overlong_penalties(mask.sum(-1)).sum(), count)
+    if dialect.likelihood_coef:
+        likelihoods = mean_logprobs(batch.ref_logprobs, mask)
+        metrics.add("objective/likelihood", likelihoods.sum(), count)
+        metrics.add("objective/likelihood_part", algorithm.likelihood_part(likelihoods).sum(), count)
     metrics.add("rollout/response_length", tokens, count)
     if dialect.sampling != "without_eos" or dialect.truncate_token:
         metrics.add("rollout/eos_rate", rollout.ended.sum(), count)

@@ -81,6 +81,7 @@ EVALUATED = (
     ("response length", "response_length"),
     ("distinct bigrams", "distinct_bigrams"),
     ("new words, share", "new_words"),
+    ("likelihood a token", "likelihood"),
 )
 """(label, metric) for each line of the summary's first table. The metric's full name is eval/METRIC for the actor and
 eval/ema_METRIC for the EMA."""

@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
+N = 3  # number of words in the n-grams whose repetition is counted
+
 
 def distinct_bigrams(texts: Iterable[str]) -> int:
     """The number of different pairs of neighbouring words in the texts. Both words of a pair are in the same text.
@@ -42,3 +44,17 @@ def new_words(texts: Sequence[str], first: Sequence[str], prompts: Sequence[str]
         new = sum(word not in known and texts_with[word] == (word in own) for word in words)
         shares.append(new / max(len(words), 1))
     return shares
+
+
+def repetition(texts: Sequence[str], n: int = N) -> float:
+    """1 - (number of distinct n-grams) / (number of n-grams) of words; 0 if there are no n-grams. Both numbers are
+    counted within each text and summed over the texts.
+
+    An n-gram that one text repeats counts; an n-gram that occurs in two texts does not.
+    """
+    every = distinct = 0
+    for text in texts:
+        words = text.split()
+        grams = [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
+        every, distinct = every + len(grams), distinct + len(set(grams))
+    return 1 - distinct / every if every else 0.0

@@ -80,8 +80,8 @@ class Evaluations(Protocol):
     def evaluate(self, step: int) -> dict[str, float]:
         """The metrics of the weights after this step (all ranks call this)."""
 
-    def score(self, metrics: Mapping[str, float]) -> float:
-        """The number by which checkpoints are compared; larger is better."""
+    def score(self, metrics: Mapping[str, float]) -> float | None:
+        """The number by which checkpoints are compared; larger is better. None if this one is never the best."""
 
     def text(self, step: int, metrics: Mapping[str, float]) -> str:
         """A line to print about these metrics of an evaluation after this step; "" for none."""

@@ -66,14 +66,16 @@ def kept_settings(path: str) -> str:
     return ", ".join(found)
 
 
-def check_positions(config, model: str, **lengths: int) -> None:
+def check_positions(config, model: str, closing: bool = False, **lengths: int) -> None:
     """Raise UserError if the sum of `lengths` is larger than the number of positions that a model has.
 
-    config: the model's configuration. model: the model's name in the message. lengths: {flag: number of tokens}.
+    config: the model's configuration. model: the model's name in the message. closing: whether one more token closes
+    the longest rows. lengths: {flag: number of tokens}.
     """
-    longest, total = _positions(config), sum(lengths.values())
+    longest, total = _positions(config), sum(lengths.values()) + closing
     if longest is not None and total > longest:
         given = " and ".join(f"--{name} {value}" for name, value in lengths.items())
+        given += " and 1 for the end of cut responses (cut_responses closed)" * closing
         raise UserError(
             f"{given}: sequences may have {total} tokens, but {model} has {longest} positions. Lower "
             f"{'them' if len(lengths) > 1 else 'it'}."

@@ -19,7 +19,8 @@ from engine.zero.accelerator import on_gpu
 from engine.zero.extensions import refuse_missing
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.resuming import AUTO, Checkpoint
-from training.config.reward import check_columns, load_functions
+from training.config.models import ServerFlags
+from training.config.reward import check_columns, check_held_out_number, load_functions
 from training.config.step3 import RLHFFlags
 from training.data.examples import Prompts, TextBlocks, prompt_fit
 from training.data.record_forms import TEXTS
@@ -192,16 +193,16 @@ def read_texts(args: RLHFFlags, tokenizer) -> tuple[TextBlocks | None, list[str]
     return blocks, [rows.fingerprint]
 
 
-def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
+def check_server(args: ServerFlags, tokenizer, parts: Mapping[str, Prompts]) -> dict[str, float]:
     """Ask each reward server for the score of one text: {URL: score}. Each node asks, because each node's ranks will
-    ask later.
+    ask later. parts: {name in messages: prompts}.
 
     Raises: UserError if the data lack a column that is to be sent, or if a server cannot be reached or gives no score.
     """
     settings = args.reward_server()
     if settings is None or distributed.local_rank() != 0:
         return {}
-    for where, part in by_part(plan.prompts, plan.held_out).items():
+    for where, part in parts.items():
         part.refuse_unread(settings.columns, f"--reward_url_columns {' '.join(settings.columns)} asks {where} for")
         row = part.rows[0]
         missing = [name for name in settings.columns if row.get(name) is None]
@@ -211,8 +212,9 @@ def check_server(args: RLHFFlags, plan: Plan) -> dict[str, float]:
                 f"{', '.join(row)}. Add the column, or name those that are there."
             )
     special_tokens = FORMS[settings.form].special_tokens
-    prompt = plan.tokenizer.decode(plan.prompts[0], skip_special_tokens=not special_tokens)
-    return probe(settings, prompt, plan.prompts.rows[0])
+    first = next(iter(parts.values()))
+    prompt = tokenizer.decode(first[0], skip_special_tokens=not special_tokens)
+    return probe(settings, prompt, first.rows[0])
 
 
 def server_lines(args: RLHFFlags) -> list[str]:
@@ -252,7 +254,7 @@ def check_reward_texts(args, paths: Iterable[str], tokenizer, parts: Mapping[str
                     "actor. Give one that was trained with the actor's: its numbers belong to the actor's tokens."
                 )
         if not reads_texts(tokenizer, path, model, trusted, messages):
-            check_positions(config, model, **lengths)
+            check_positions(config, model, args.cut_responses == "closed", **lengths)
             lines += check_vocabularies(tokenizer, path, flag, trusted)
             continue
         limit = reading_limit(config, args.max_reward_seq_len, sum(lengths.values()))
@@ -270,7 +272,7 @@ def check_files(args: RLHFFlags, checkpoint: Checkpoint | None) -> None:
     check_run(args, resumed=checkpoint is not None and checkpoint.in_output_dir)
     check_engines(args)
     check_rollouts(args)
-    load_functions(args)
+    check_held_out_number(args, "keep_best_by", load_functions(args))
     load_environment(args, args.text_reward_paths)
     check_dialect(args, dialect)
     check_models(args, dialect)
@@ -336,7 +338,15 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     tokenizer = check_roles(args.spec, named_by(args), args.looks_at)
     if tokenizer is not None:
         generation_stops(args.actor_model_name_or_path, tokenizer, args.trust_remote_code)
-    lengths = prompt_and_answer(args)
+    lengths, closes = prompt_and_answer(args), dialect.cut_responses == "closed"
+    closed = [path for path in args.reward_paths if closes and path not in args.text_reward_paths]
+    if closes and not closed and "cut_responses" in args.resolved.changed:
+        raise UserError("cut_responses closed: no reward model reads the policy's token ids. Leave it out.")
+    if closed and dialect.score_before_pad and tokenizer and tokenizer.pad_token_id == tokenizer.eos_token_id:
+        raise UserError(
+            f"cut_responses closed: EOS is the pad token, and the dialect {dialect.name} scores what stands before it. "
+            "Give --set pad_token=tokenizer with a tokenizer whose pad token is another one, or leave it open."
+        )
     for name, path in args.models:
         if not args.looks_at(path):
             continue
@@ -345,7 +355,8 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
         if path in args.text_reward_paths and path != args.critic_path:
             limit = args.max_reward_seq_len
             given = {} if limit is None else {"max_reward_seq_len": limit}
-        check_positions(read_config(path, f"--{name}", args.trust_remote_code), f"--{name} {path}", **given)
+        config = read_config(path, f"--{name}", args.trust_remote_code)
+        check_positions(config, f"--{name} {path}", path in closed, **given)
     if args.max_reward_seq_len is not None and tokenizer is not None and not args.text_reward_paths:
         raise UserError(
             f"{args.word('max_reward_seq_len')}: every reward model reads the actor's token ids, so "

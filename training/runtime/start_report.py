@@ -187,6 +187,8 @@ def score_lines(args: RLHFFlags, dialect: Dialect) -> list[str]:
     if len(args.reward_paths) > 1:
         how = "(score - mean) / standard deviation, both of the first responses, unless step 2 normalised the model's"
         lines.append(f"scores of the reward models: {'as they are' if args.raw_reward_scores else how}")
+    if dialect.cut_responses == "closed":
+        lines.append("a response that was cut ends with EOS for the reward models that read the policy's token ids")
     critic = args.critic_model_name_or_path
     if critic is not None and not args.reward_paths and not is_pretrained_critic(critic):
         lines.append(
@@ -214,6 +216,12 @@ def _score_changes(dialect: Dialect, longest: int) -> list[str]:
     if dialect.overlong_buffer:
         most, buffer = dialect.overlong_penalty, dialect.overlong_buffer
         changes.append(f"less up to {most:g} in the last {buffer:.0%} of {longest} tokens")
+    if dialect.likelihood_coef:
+        apart = f", clipped at {dialect.score_clip:g} too" if dialect.score_clip is not None else ""
+        changes.append(
+            f"plus {dialect.likelihood_coef:g} likelihood (mean log-prob by the reference, in standard deviations of "
+            f"the first responses, at most {dialect.likelihood_cap:g}{apart})"
+        )
     return [change for change in changes if change]
 
 
@@ -330,7 +338,7 @@ def report_dry_run(args: RLHFFlags, checkpoint: Checkpoint | None, callbacks: Se
         checked += [*plan_lines(args, plan), *texts, *changes_since(plan)]
         checked += [
             f"{without_query(url)} gives one text the score {score:g}"
-            for url, score in check_server(args, plan).items()
+            for url, score in check_server(args, plan.tokenizer, parts).items()
         ]
     print_report(args, plan, callbacks, checked, unseen, args.ds_configs)
 

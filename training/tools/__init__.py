@@ -7,5 +7,6 @@ from training.runtime.callbacks import Callback
 def callbacks() -> tuple[Callback, ...]:
     """What takes part in each run of the three programs. Cards come before the upload, which uploads them."""
     from training.tools import cards, memory
+    from training.tools.merge.callback import Line
 
-    return memory.Compared(), cards.Cards(), cards.Upload()
+    return memory.Compared(), cards.Cards(), cards.Upload(), Line()

@@ -136,7 +136,7 @@ def merge_card(source: Mapping, versions: Mapping[str, str | None], git: Mapping
     held_out = "Not measured."
     if measured:
         score, kl = (with_error(measured[name], measured.get(f"{name}_se")) for name in ("score", "kl"))
-        held_out = f"score {score}, by the reward that chose it; KL to the SFT model {kl} nats a response"
+        held_out = f"score {score}, KL to the SFT model {kl} nats a response, on the prompts that chose the scale"
     origins = [("SFT model", sft), *(("trained from it", path) for path in trained)]
     parts = {
         "Made from": "\n".join(f"- {label}: {_public(path)}" for label, path in origins),

@@ -17,6 +17,7 @@ from training.config.algorithm import DIALECT_FLAGS
 from training.config.flags import ProgramFlags, by_group
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
+from training.tools.audit.flags import AuditFlags
 from training.tools.compare.flags import CompareFlags
 from training.tools.merge.flags import MergeFlags
 from training.tools.serve.flags import ServeFlags
@@ -42,9 +43,11 @@ SECTIONS: tuple[tuple[str, Sequence[type[ProgramFlags]]], ...] = (
     ("Step 1, `training/step1_sft.py`", (SFTFlags,)),
     ("Step 2, `training/step2_reward.py`", (RewardFlags,)),
     ("Step 3, `training/step3_rlhf.py`", (RLHFFlags,)),
-    ("Merging and comparing", (MergeFlags, CompareFlags)),
+    ("Merging, comparing and auditing", (MergeFlags, CompareFlags, AuditFlags)),
+    ("Comparing and auditing", (CompareFlags, AuditFlags)),
     ("Merging, `python -m training.merge`", (MergeFlags,)),
     ("Comparing, `python -m training.compare`", (CompareFlags,)),
+    ("Auditing, `python -m training.audit`", (AuditFlags,)),
     ("Serving, `python -m training.serve`", (ServeFlags,)),
 )
 DIALECT = """## Fields of a dialect

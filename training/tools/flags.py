@@ -1,14 +1,15 @@
-"""The flags that the merge program and the comparison program share. Both have finished models answer held-out
-prompts."""
+"""The flags that the merge, comparison and audit programs share. They have finished models answer held-out prompts."""
 
 from dataclasses import dataclass
 from typing import ClassVar
 
+from engine.algorithms import Dialect
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from engine.zero.config import EngineConfig
 from training.config.environment import EnvironmentFlags
 from training.config.flags import DataFlags, flag
+from training.config.models import ServerFlags, check_format, refuse_twice
 
 
 @dataclass(kw_only=True)
@@ -33,6 +34,12 @@ class MeasuringFlags(EnvironmentFlags, DataFlags):
         None,
         "the text that ends a step, for process reward models, as in step 3",
         only_with="reward_model_name_or_path",
+    )
+    cut_responses: str = flag(
+        Dialect().cut_responses,
+        "what reward models that read the policy's token ids get of a response without an end, as in step 3: the "
+        "response as it is (open), or with an end (closed)",
+        choices=("open", "closed"),
     )
     stop: list[str] = flag([], "strings that end a response, in addition to end tokens")
     temperature: float = flag(1.0, "sampling temperature", above=0)
@@ -65,3 +72,40 @@ class MeasuringFlags(EnvironmentFlags, DataFlags):
             micro_batch_size=self.per_device_eval_batch_size,
             **{role: EngineConfig(role, self.zero_stage) for role in roles},
         )
+
+
+@dataclass(kw_only=True)
+class RewardsFlags(ServerFlags, MeasuringFlags):
+    """The flags of rewards that stand side by side: each has scores of its own, and none are added up."""
+
+    reward_model_name_or_path: list[str] = flag([], "reward models; each gives scores of its own", group="rewards")
+    reward_function: list[str] = flag(
+        [], "functions, RewardSource classes, or built-in functions, as in step 3; they come after the reward models"
+    )
+    answer_column: str | None = flag(
+        None,
+        "column with the right answers, for math_verify; by default answer",
+        only_with="reward_function=math_verify",
+    )
+    response_format: str | None = flag(
+        None,
+        "regular expression that a whole response has to match, for format",
+        only_with="reward_function=format",
+    )
+
+    def validate(self) -> None:
+        """Raise UserError for values that cannot work, alone or together."""
+        super().validate()
+        if not (self.reward_model_name_or_path or self.reward_function or self.reward_url or self.environment):
+            raise UserError(
+                "there is nothing to judge by: give --reward_model_name_or_path, --reward_function, --reward_url, or "
+                "--environment."
+            )
+        refuse_twice(self, "reward_model_name_or_path")
+        refuse_twice(self, "reward_function")
+        check_format(self.response_format)
+
+    @property
+    def functions(self) -> list[str]:
+        """The values of all flags that name functions, in the order of their scores."""
+        return self.reward_function

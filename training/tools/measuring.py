@@ -1,5 +1,5 @@
-"""Measures finished models: they answer held-out prompts, and the responses are scored. The merge program and the
-comparison program use this file.
+"""Measures finished models: they answer held-out prompts, and the responses are scored. The merge, comparison and audit
+programs use this file.
 
 measuring = Measuring(args, args.spec_of("out/sft"), read_held_out(args, tokenizer))
 policy = measuring.loaded("out/actor", "actor")
@@ -8,8 +8,10 @@ metrics, rows = evaluator.run(1)
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,18 +27,20 @@ from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, read_
 from engine.models.loading import load_policy, load_scorer
 from engine.models.weight_files import listed
 from engine.reference import Reference
-from engine.reward.base import RewardModel, RewardSource
+from engine.reward.base import CombinedReward, EnvironmentReward, RewardModel, RewardSource
+from engine.reward.server import ServerReward
 from engine.rlhf_engine import frozen_model
 from engine.rollout import Environments, RolloutBackend, SamplingConfig, build_rollouts
 from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
+from training.config.reward import ENVIRONMENT, SERVER, check_columns, function_source, load_given
 from training.data.examples import Prompts, prompt_fit
 from training.environments import conversations, environments_of, load_environment, prompts_for
 from training.reporting.evaluation import Evaluator
 from training.reward_texts import Texts, reward_source
 from training.runtime.models import check_positions, generation_stops, prompt_and_answer
-from training.runtime.plan import by_part, check_reward_texts
-from training.tools.flags import MeasuringFlags
+from training.runtime.plan import by_part, check_reward_texts, check_server
+from training.tools.flags import MeasuringFlags, RewardsFlags
 
 DIALECT = Dialect(name="measured", critic_start="none", critic_lr=0.0, advantage_estimator="rloo", samples_per_prompt=2)
 """With this dialect, responses end with EOS, and log-probs are computed at the sampling temperature. Nothing is
@@ -118,6 +122,34 @@ def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
     return HeldOut(held_out, rest, tokenizer, environments_of(args, tokenizer, [rest, held_out]))
 
 
+def functions_of(args: RewardsFlags) -> dict[str, Callable]:
+    """{value of the flag: reward function}. Raises: UserError if a function cannot be loaded."""
+    return {given: load_given(given, args) for given in args.functions}
+
+
+def reward_names(args: RewardsFlags) -> list[str]:
+    """A name for each reward: the name of its model's folder, with the folder that it is in if several models have the
+    same, or of its function; "server" for the reward servers, "environment" for the environment's. If two rewards would
+    have the same name, a number is added."""
+    found: list[str] = []
+    folders = [Path(path) for path in args.reward_model_name_or_path]
+    short = [folder.name for folder in folders]
+    models = ["/".join(folder.parts[-2:]) if short.count(folder.name) > 1 else folder.name for folder in folders]
+    functions = [re.sub(r"\W", "_", given.rpartition(":")[2]) for given in args.functions]
+    others = [*functions, *([SERVER] if args.reward_url else []), *([ENVIRONMENT] if args.environment else [])]
+    for name in [*models, *others]:
+        same = sum(other == name or other.startswith(f"{name} (") for other in found)
+        found.append(f"{name} ({same + 1})" if same else name)
+    return found
+
+
+def check_rewards(args: RewardsFlags, held_out: HeldOut) -> None:
+    """Raise UserError if a function or a reward server cannot score responses to these prompts."""
+    parts = {"the held-out prompts": held_out.prompts}
+    check_columns(functions_of(args), parts)
+    check_server(args, held_out.tokenizer, parts)
+
+
 class Measuring:
     """Holds the engines for measuring finished models.
 
@@ -138,6 +170,7 @@ class Measuring:
             held_out.parts,
             tokenizer,
             stops={stop for path in policies for stop in generation_stops(path, tokenizer, trusted)},
+            cut_responses=args.cut_responses,
             longest=args.max_prompt_seq_len + args.max_answer_seq_len,
             rows_at_once=args.per_device_eval_batch_size,
             trust_remote_code=trusted,
@@ -147,6 +180,18 @@ class Measuring:
             reward_source(RewardModel(self.loaded(path, "reward", load_scorer)), path, *how)
             for path in args.reward_model_name_or_path
         ]
+
+    def side_by_side(self, args: RewardsFlags) -> CombinedReward:
+        """All rewards, called by their places in `reward_names`. The first one is the score. The others have weight 0,
+        so they are measured without changing the score."""
+        tokenizer, rows, server = self.held_out.tokenizer, self.texts.rows, args.reward_server()
+        sources: list[RewardSource] = [
+            *self.rewards,
+            *(function_source(function, given, tokenizer, rows) for given, function in functions_of(args).items()),
+            *([ServerReward(server, tokenizer, rows)] if server else []),
+            *([EnvironmentReward()] if args.environment else []),
+        ]
+        return CombinedReward({str(place): (one, float(place == 0)) for place, one in enumerate(sources)})
 
     def loaded(self, path: str, role: str, load: Callable = load_policy) -> FrozenModel:
         """Load the model at `path` into an engine, with the configuration that the specification has for this role."""

@@ -20,6 +20,8 @@ from engine.algo.rewards import (
     first_positions,
     groups_alike,
     last_positions,
+    likelihood_part,
+    mean_logprobs,
     overlong_penalties,
     positions_up_to,
     score_positions,
@@ -194,6 +196,16 @@ def test_penalties_of_length_as_the_paper_and_verl_write_them():
     assert overlong_penalties(given, longest, 0.2, 1.0).tolist() == pytest.approx(list(map(paper, lengths)), abs=1e-6)
     factored = overlong_penalties(given, longest, 0.2, 2.5).tolist()
     assert factored == pytest.approx([verl(length, 2.5) for length in lengths], abs=1e-6)
+
+
+def test_the_likelihoods_part_by_hand():
+    nan = float("nan")
+    logprobs = torch.tensor([[-1.0, -3.0, nan], [nan, -4.0, -6.0], [-9.0, -9.0, -9.0]])
+    drawn = torch.tensor([[True, True, False], [False, True, True], [False, False, False]])
+    assert mean_logprobs(logprobs, drawn).tolist() == [-2.0, -5.0, 0.0]
+    # 2, 0, -2 and -76 deviations from the mean; the cap holds the first one, nothing the last
+    part = likelihood_part(torch.tensor([-1.0, -2.0, -3.0, -40.0]), mean=-2.0, deviation=0.5, coef=0.5, cap=1.0)
+    assert part.tolist() == [0.5, 0.0, -1.0, -38.0] and part.dtype == torch.float32
 
 
 def test_which_groups_are_alike():

@@ -191,6 +191,30 @@ def test_scaling_takes_statistics_of_all_ranks():
     assert resolved.score_scale.value == pytest.approx(((633 - 49 / 6) / 5) ** 0.5, rel=1e-9)
 
 
+def test_the_likelihood_is_added_behind_the_clip_and_clipped_apart():
+    # -1 -2 -3 -2: mean -2, deviation sqrt(2 / 3); 1.224745 0 -1.224745 0 deviations, at most 1, times 2
+    first, later = torch.tensor([-1.0, -2.0, -3.0, -2.0]), torch.tensor([-12.0, -1.0, -2.0, -2.0])
+    dialect = Dialect(likelihood_coef=2.0, missing_end="replace", missing_end_value=-1.0)
+    resolved = algorithm(dialect)
+    found = resolved.process_scores(SCORES, ENDED, likelihoods=first)
+    assert found.tolist() == pytest.approx([5 + 2, -5, 4 - 2.449490, -1], abs=1e-5)
+    # -10 of the first batch's deviations, which stay: 2 * -12.247449, at least -5
+    assert resolved.process_scores(SCORES, ENDED, likelihoods=later).tolist() == pytest.approx([0, -3, 4, -1], abs=1e-5)
+    assert resolved.clipped(SCORES).tolist() == [True, True, False, True], "the reward's scores alone"
+    unclipped = algorithm(dialect.replaced(score_clip=None, likelihood_cap=0.5))
+    unclipped.likelihood_scale = resolved.likelihood_scale
+    assert unclipped.likelihood_part(later).tolist() == pytest.approx([-24.494897, 1, 0, 0], abs=1e-5)
+
+    # Another rank's two, -3 and -4: mean -15 / 6, variance (43 - 6 * 6.25) / 5
+    def reduce(totals):
+        return totals + torch.tensor([2.0, -7.0, 25.0], dtype=torch.float64)
+
+    resolved = algorithm(dialect, reduce=reduce)
+    resolved.process_scores(SCORES, ENDED, likelihoods=first)
+    assert resolved.likelihood_scale.mean == -2.5
+    assert resolved.likelihood_scale.value == pytest.approx(1.1**0.5, rel=1e-12)
+
+
 # Two rows, L = 3 and 1, T = 3: r 1 0 5 | 2 0 0, V 0, so that with lambda 0 the advantages are the rewards.
 REWARDS = torch.tensor([[1.0, 0.0, 5.0], [2.0, 0.0, 0.0]])
 THREE_AND_ONE = torch.tensor([[True, True, True], [True, False, False]])

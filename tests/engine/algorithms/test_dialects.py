@@ -102,6 +102,7 @@ def test_an_unknown_field_is_refused_with_the_nearest():
         ("gspo", {"correction": "token_mask"}, "correction 'token_mask': with one ratio a response there is one loss"),
         ("dapo", {"dual_clip": 1.28}, "dual_clip 1.28: it is for ratios that clipping leaves alone, over 1.28. Give"),
         ("default", {"dual_clip": 1.1}, "dual_clip 1.1: it is for ratios that clipping leaves alone, over 1.2."),
+        ("openai", {"cut_responses": "closed"}, "cut_responses 'closed': responses end with '.' (truncate_token) here"),
         ("rloo", {"kl_times_ratio": True}, "kl_times_ratio True: it is for a penalty in the loss. Set kl_in to"),
     ],
 )
@@ -197,6 +198,8 @@ def test_scores_of_one_response_have_no_deviation():
     with pytest.raises(UserError, match="score_scaling 'running' with 1 response a step"):
         check_sizes(scaled, rows_per_rank=1)
     check_sizes(scaled, rows_per_rank=1, ranks=2)
+    with pytest.raises(UserError, match="likelihood_coef 0.5 with 1 response a step"):
+        check_sizes(Dialect(likelihood_coef=0.5), rows_per_rank=1)
 
 
 @pytest.mark.parametrize(

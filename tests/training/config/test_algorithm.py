@@ -82,6 +82,8 @@ OTHER_VALUES = {  # each unlike every dialect's
     "num_samples_per_prompt": 3,
     "kl_coef": 0.625,
     "score_clip": 2.5,
+    "likelihood_coef": 0.75,
+    "cut_responses": "closed",
     "gamma": 0.875,
     "lam": 0.625,
     "clip_range": 0.125,

@@ -403,6 +403,8 @@ def test_a_refresh_has_its_steps_and_share():
     "words, message",
     [
         (("--reference", "ema", "--reference_refresh_steps", "5"), "moves after every optimizer step by itself"),
+        (("--reference", "ema", "--likelihood_coef", "0.5"), "--reference ema with likelihood_coef: the likelihood is"),
+        (("--reference_refresh_steps", "5", "--set", "likelihood_coef=1"), "--reference_refresh_steps 5 with likel"),
         (("--reference_mixup_alpha", "0.5"), "--reference_mixup_alpha 0.5 needs --reference_refresh_steps"),
         (("--reference_refresh_steps", "0"), "--reference_refresh_steps 0: must be at least 1."),
         (("--reference_refresh_steps", "5", "--reference_mixup_alpha", "0"), "must be greater than 0"),

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine.algorithms import Algorithm, Dialect
+from engine.errors import RunStopped
+from engine.experience import Experience
 from engine.rollout.base import RolloutBackend, SamplingConfig
 from scripts.harness.models import EOS, PAD, make_tokenizer
 from tests.engine.fake_models import conversation_of, rollout_of
@@ -84,6 +87,28 @@ def test_the_averages_curve_starts_where_the_actors_does(average, tmp_path):
     assert [step for step in range(-1, 6) if evaluations.due(step)] == [0, 4]
 
 
+@pytest.mark.parametrize(
+    "by, kept",
+    [
+        ("eval/score", {0: 0.0, 2: 2.0}),
+        ("eval/reward_judge", {0: 0.5, 2: 0.75}),
+        ("eval/ema_score", {0: 0.0, 2: 1.0, 4: 3.0}),  # the average's own KL counts
+    ],
+)
+def test_checkpoints_are_compared_by_any_number_within_a_kl(by, kept, tmp_path):
+    evaluations = PromptEvaluations(None, None, tmp_path, 4, 2, by, best_max_kl=6.0)
+    names = ("step", "eval/score", "eval/kl", "eval/reward_judge", "eval/ema_score", "eval/ema_kl")
+    numbers = (0, 0.0, 0.0, 0.5, 0.0, 0.0), (2, 2.0, 6.0, 0.75, 1.0, 3.0), (4, 4.0, 6.1, 0.9, 3.0, 5.0)
+    assert evaluations.scores([dict(zip(names, row, strict=True)) for row in numbers]) == kept
+
+
+def test_a_number_that_no_evaluation_has_ends_the_run_before_its_first_step(tmp_path):
+    evaluator = SimpleNamespace(run=lambda step: ({"eval/score": 1.5, "eval/score_se": 0.25, "eval/kl": 0.0}, []))
+    evaluations = PromptEvaluations(evaluator, None, tmp_path, 4, 0, "eval/facts")
+    with pytest.raises(RunStopped, match=r"no held-out number eval/facts. The evaluation has eval/score, eval/kl\."):
+        evaluations.evaluate(0)
+
+
 def test_turns_are_told_apart_by_who_drew_their_tokens():
     turns = [[[7, 8, EOS], [9, 10], [11], [12], [EOS]], [[13, 14]]]
     rollout = conversation_of([[5, 6], [5]], turns, PAD)
@@ -124,7 +149,7 @@ def test_what_an_environment_says_is_not_the_policys_variety(monkeypatch):
         tokenizer=None,
         first=["call one"] * 2,
     )
-    monkeypatch.setattr(Evaluator, "answers", lambda self, step: Answers(rows, [True] * 2, [], []))
+    monkeypatch.setattr(Evaluator, "answers", lambda self, step: Answers(rows, [True] * 2, [0.0] * 2, [], []))
     metrics, _ = evaluator.run(1)
     # of "call one answer" and "call one zork": call-one, one-answer, one-zork; zork alone is new, as an environment
     # said "answer"
@@ -134,3 +159,36 @@ def test_what_an_environment_says_is_not_the_policys_variety(monkeypatch):
         row["turns"] = [one, two | {"text": row["response"]}]
     metrics, _ = evaluator.run(1)
     assert metrics["eval/distinct_responses"] == metrics["eval/distinct_bigrams"] == 1
+
+
+def test_the_likelihood_is_measured_beside_the_score_and_not_in_it():
+    rollout = rollout_of([[5], [6]], [[7, 8, EOS], [EOS]], PAD)
+    zeros = torch.zeros(2, 3)
+    experience = Experience(
+        rollout=rollout,
+        logprobs=zeros,
+        entropy=zeros,
+        ref_logprobs=torch.tensor([[-1.0, -2.0, -6.0], [-4.0, -9.0, -9.0]]),
+        values=None,
+        scores=torch.tensor([0.5, 1.5]),
+        prompt_kl=torch.zeros(2),
+    )
+
+    class Drawn(RolloutBackend):
+        def generate(self, prompts, sampling):
+            return rollout
+
+    found = {}
+    for coef in (0.0, 0.5):
+        algorithm = Algorithm(Dialect(likelihood_coef=coef), pad_token_id=PAD)
+        evaluator = Evaluator(
+            [torch.tensor([5]), torch.tensor([6])],
+            rollouts=Drawn(),
+            experience_maker=SimpleNamespace(make_experience=lambda rollout: experience, algorithm=algorithm),
+            sampling=SamplingConfig(max_new_tokens=3, stop_token_ids=(EOS,), pad_token_id=PAD),
+            tokenizer=make_tokenizer(),
+        )
+        found[coef], rows = evaluator.run(0)
+    assert found[0.5]["eval/score"] == found[0.0]["eval/score"] == 1.0
+    assert found[0.5]["eval/likelihood"] == -3.5 and [row["likelihood"] for row in rows] == [-3.0, -4.0]
+    assert not [name for name in found[0.0] if "likelihood" in name]

@@ -2,6 +2,7 @@
 and made-up runs, whose one illness is named once, and nothing else."""
 
 import dataclasses
+import math
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.training.reporting.made_runs import RUNS, made_run
 from training.config.step3 import RLHFFlags
 from training.reporting import health as health_module
 from training.reporting.health import ALARM, FINE, LOOK, health
+from training.tools.merge.flags import MergeFlags
 
 
 def test_nothing_stands_out_in_a_good_run():
@@ -102,7 +104,7 @@ CASES = {
         {"policy_clipfrac": lambda t: 0.5 if 8 <= round(39 * t) < 12 else 0.0},
     ),
     "few end": (
-        "5% of responses ended by themselves at the end, the others hit the limit. At the start 50% did",
+        "At the start 50% did, and the score of a cut response is close to noise. Try --missing_eos_penalty 1 first",
         LOOK,
         {"rollout_eos_rate": lambda t: 0.5 if t < 0.5 else 0.05},
     ),
@@ -161,6 +163,73 @@ CASES = {
 def test_what_stands_out_is_told(words, severity, curves):
     finding = the_finding(run(**curves))
     assert words in finding.text and finding.severity == severity
+
+
+def halves(first: float, last: float):
+    """One value over the first half of the run, another over the second."""
+    return lambda t: first if t < 0.5 else last
+
+
+# In 40 steps, a curve that goes once from a to b has 39 differences, so a noise of |a - b| / sqrt(2 * 39). Two standard
+# errors of a difference of two means of 4 are 0.16 * |a - b|: the mean of steps 17 to 20 is the last that is as good as
+# ever. KL is 10 * (step - 1) / 39, in the mean of these steps 10 * 17.5 / 39 = 4.487.
+FELL = {
+    "a judge": (
+        "over-optimised since step 20, if reward/judge says how good a response is: from there the score rose from ",
+        "and reward/judge (weight 0) fell from 0.2 to 0.1; training.merge with --choose_by eval/reward_judge goes back",
+        {"reward_judge": halves(0.2, 0.1), "objective_scores_judge": lambda t: 0.0},
+    ),
+    "ends": (
+        "30% of responses ended by themselves at the end, the others hit the limit. With it: over-optimised since step "
+        "20, if a",
+        "the share of responses that end fell from 0.8 to 0.3; training.merge with --max_kl 4.5 goes back. At the "
+        "start 80% did, and the score of a cut response is close to noise. Try --missing_eos_penalty 1 first",
+        {"rollout_eos_rate": halves(0.8, 0.3)},
+    ),
+    "likelihood": (
+        "over-optimised since step 20, if a reward model gives the score: ",
+        "and the reference's log-prob of a token fell from -2 to -2.3; training.merge with --max_kl 4.5 goes back",
+        {"objective_kl_per_token": halves(0.0, 0.3)},
+    ),
+}
+OF_ALL = {"objective_kl": lambda t: 10 * t, "objective_entropy": lambda t: 2.0}
+
+
+@pytest.mark.parametrize("begins, holds, curves", FELL.values(), ids=FELL)
+def test_where_what_the_score_stands_for_began_to_fall(begins, holds, curves):
+    finding = the_finding(run(**OF_ALL, **curves))
+    assert finding.severity == LOOK and finding.text.startswith(begins) and holds in finding.text
+
+
+@pytest.mark.parametrize(
+    "curves",
+    [
+        {"reward_judge": halves(0.2, 0.1), "objective_scores_judge": halves(0.1, 0.05)},  # it has a weight
+        {"reward_judge": halves(0.1, 0.2), "objective_scores_judge": lambda t: 0.0},
+        {"reward_judge": lambda t: 0.1 * math.sin(99 * t), "objective_scores_judge": lambda t: 0.0},  # noise
+        {"objective_kl_per_token": halves(0.0, 0.2)},
+        {"objective_kl_per_token": halves(0.0, 0.3), "objective_kl": lambda t: 2 * t},  # not far enough
+        {"objective_kl_per_token": halves(0.0, 0.3), "objective_reference_moves": lambda t: 9.0},
+        {
+            "objective_kl_per_token": halves(0.0, 0.3),
+            "reward_judge": halves(0, 1),
+            "objective_scores_judge": lambda t: 0,
+        },
+        {"rollout_eos_rate": halves(0.8, 0.45)},
+    ],
+)
+def test_what_does_not_show_over_optimisation(curves):
+    assert the_finding(run(**OF_ALL | curves)).severity == FINE
+
+
+def test_a_judge_that_falls_with_the_score_is_no_over_optimisation():
+    judge = {"reward_judge": halves(0.2, 0.1), "objective_scores_judge": lambda t: 0.0}
+    assert "the score fell" in the_finding(run(**OF_ALL, **judge, objective_scores=lambda t: -t)).text
+
+
+def test_a_penalty_that_is_there_has_to_be_larger():
+    curves = {"rollout_eos_rate": halves(0.8, 0.3), "objective_missing_eos_penalty": halves(-0.2, -0.7)}
+    assert "Try a larger --missing_eos_penalty first" in the_finding(run(**OF_ALL, **curves)).text
 
 
 # As far as a curve may go without being told: just inside each threshold.
@@ -233,7 +302,7 @@ def test_alarms_come_first():
 
 def test_every_flag_that_is_advised_exists():
     advised = set(re.findall(r"--(\w+)", Path(health_module.__file__).read_text()))
-    known = {field.name for field in dataclasses.fields(RLHFFlags)}
+    known = {field.name for flags in (RLHFFlags, MergeFlags) for field in dataclasses.fields(flags)}
     assert len(advised) > 5 and advised <= known, advised - known
 
 
@@ -265,7 +334,11 @@ def test_a_sampler_that_is_not_the_actor_is_told(steps):
 NAMED = {
     "collapse into one phrase": ("held-out responses became alike", ALARM, ("--kl_coef", "--actor_learning_rate")),
     "invented words": ("words are being invented", LOOK, ("--kl_coef", "--actor_learning_rate")),
-    "length explosion": ("responses grew from ", LOOK, ("--length_penalty", "--kl_coef")),
+    "length explosion": (
+        "of responses ended by themselves at the end",
+        LOOK,
+        ("--missing_eos_penalty", "--length_penalty"),
+    ),
     "length collapse": ("responses shrank from ", ALARM, ("--kl_coef",)),
     "KL run-away": ("KL to the reference ended at ", ALARM, ("--kl_coef", "--actor_learning_rate", "--save_steps")),
 }
@@ -281,7 +354,7 @@ def test_every_made_up_run_is_asked_about():
 def test_an_illness_is_named_and_it_alone(run, seed):
     words, severity, flags = NAMED[run]
     (finding,) = health(made_run(run, seed))
-    assert finding.seen.startswith(words) and finding.severity == severity
+    assert re.match(rf"\d*%? ?{words}", finding.seen) and finding.severity == severity
     assert all(flag in finding.advice for flag in flags)
 
 
@@ -296,7 +369,7 @@ def test_a_healthy_run_has_none(seed):
 SIGNS = {
     "collapse into one phrase": ("% of the bytes a token", "entropy fell", "responses ended by themselves", "KL to"),
     "invented words": ("of a held-out response's words stood in no other", "before it was 3"),
-    "length explosion": ("of responses ended by themselves",),
+    "length explosion": ("responses grew from ", "over-optimised since step "),
     "length collapse": ("entropy fell", "KL to the reference ended at "),
 }
 

@@ -26,7 +26,7 @@ SCORE_PARTS = ("scores_model", "scores_function", "length_penalty")
 COUNTS = sorted({*COUNTED} - {"responses", "environment_seconds"})
 EVALUATED = (
     *("score", "score_std", "kl", "response_length", "distinct_bigrams", "distinct_responses"),
-    *("compressed_bytes", "new_words"),
+    *("compressed_bytes", "new_words", "likelihood"),
     *SCORE_PARTS,
     *("reward_model", "reward_function"),
     *COUNTS,
@@ -57,6 +57,7 @@ FAMILIES = {
 READERS = {
     *("reporting/summary.py", "reporting/standard_errors.py", "reporting/guards.py", "reporting/health.py"),
     *("tools/cards.py", "tools/measuring.py", "tools/merge/frontier.py", "tools/report/page.py"),
+    *("config/models.py", "config/reward.py", "tools/merge/callback.py"),
 }
 NO_METRICS = {"objective/scores_histogram", "rollout/length_histogram"}  # TensorBoard's alone
 

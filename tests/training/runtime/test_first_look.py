@@ -9,6 +9,7 @@ import pytest
 from training.config.parsing import _parser
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
+from training.tools.audit.flags import AuditFlags
 from training.tools.compare.flags import CompareFlags
 from training.tools.memory.flags import MemoryFlags
 from training.tools.merge.flags import MergeFlags
@@ -21,6 +22,7 @@ PROGRAMS = {
     "training.step2_reward": RewardFlags,
     "training.step3_rlhf": RLHFFlags,
     "training.memory_plan": MemoryFlags,
+    "training.audit": AuditFlags,
     "training.compare": CompareFlags,
     "training.merge": MergeFlags,
     "training.serve": ServeFlags,

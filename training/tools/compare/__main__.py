@@ -11,9 +11,8 @@ Writes OUTPUT_DIR/comparison.json, and comparison.html, a page that needs no oth
 import contextlib
 import gc
 import json
-import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,10 +27,8 @@ import torch
 from engine import distributed
 from engine.atomic_files import write_whole
 from engine.models.config_and_tokenizer import read_config
-from engine.reward.base import CombinedReward, EnvironmentReward, RewardSource
 from engine.zero.accelerator import on_gpu
 from engine.zero.engines import FrozenModel
-from training.config.reward import ENVIRONMENT, check_columns, function_source, load_given
 from training.runtime import output_folder
 from training.runtime.launch import check_run, leave, run
 from training.runtime.models import check_positions, prompt_and_answer
@@ -45,9 +42,12 @@ from training.tools.measuring import (
     HeldOut,
     Measuring,
     check_answering,
+    check_rewards,
     check_same_tokens,
     check_scoring,
+    functions_of,
     read_held_out,
+    reward_names,
     tell_failures,
 )
 from training.tools.models import Model, config_of, exported, located, named
@@ -118,7 +118,7 @@ def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
     with phase("reading data"):
         tokenizer = args.read_tokenizer(first.path, first.what)
         held_out = agreed(lambda: read_held_out(args, tokenizer))
-        checked(lambda: check_columns(functions_of(args), {"the held-out prompts": held_out.prompts}))
+        agreed(lambda: check_rewards(args, held_out))
     with phase("loading models"):
         answering = Answering(args, held_out, models)
     samples, prompts = {}, []
@@ -144,14 +144,7 @@ class Answering(Measuring):
     def __init__(self, args: CompareFlags, held_out: HeldOut, models: Sequence[Model]):
         self.first, self.names = models[0], reward_names(args)
         super().__init__(args, args.spec_of(self.first.path), held_out, [model.path for model in models])
-        tokenizer, rows = held_out.tokenizer, self.texts.rows
-        sources: list[RewardSource] = [
-            *self.rewards,
-            *(function_source(function, given, tokenizer, rows) for given, function in functions_of(args).items()),
-            *([EnvironmentReward()] if args.environment else []),
-        ]
-        # The first reward is the score. The others have weight 0, so they are measured without changing the score.
-        self.reward = CombinedReward({str(place): (one, float(place == 0)) for place, one in enumerate(sources)})
+        self.reward = self.side_by_side(args)
 
     def samples(self, model: Model) -> tuple[list[str], list[Sample]]:
         """(the prompts; the model's samples, ordered by prompt and then by number). The result is the same on all ranks
@@ -191,23 +184,6 @@ class Answering(Measuring):
         if on_gpu():
             torch.cuda.empty_cache()
         return self.reference if model == self.first else self.loaded(model.path, "actor")
-
-
-def reward_names(args: CompareFlags) -> list[str]:
-    """A name for each reward: the name of its model's folder, or of its function; "environment" for the environment's.
-    If two rewards would have the same name, a number is added."""
-    found: list[str] = []
-    functions = [re.sub(r"\W", "_", given.rpartition(":")[2]) for given in args.reward_function]
-    others = [*functions, *([ENVIRONMENT] if args.environment else [])]
-    for name in [*(Path(path).name for path in args.reward_model_name_or_path), *others]:
-        same = sum(other == name or other.startswith(f"{name} (") for other in found)
-        found.append(f"{name} ({same + 1})" if same else name)
-    return found
-
-
-def functions_of(args: CompareFlags) -> dict[str, Callable]:
-    """{value of the flag: reward function}. Raises: UserError if a function cannot be loaded."""
-    return {given: load_given(given, args) for given in args.reward_function}
 
 
 def report(args: CompareFlags, comparison: Comparison) -> None:

@@ -5,14 +5,14 @@ from typing import ClassVar
 
 from engine.errors import UserError
 from training.config.flags import REQUIRED, flag
-from training.config.models import check_format, refuse_twice
-from training.tools.flags import MeasuringFlags
+from training.tools.flags import RewardsFlags
 from training.tools.models import named
 
 
 @dataclass(kw_only=True)
-class CompareFlags(MeasuringFlags):
-    """The flags that say which models are compared, on which prompts, and by which rewards."""
+class CompareFlags(RewardsFlags):
+    """The flags that say which models are compared, on which prompts, and by which rewards. The first reward decides
+    the order."""
 
     program: ClassVar[str] = "comparison"
 
@@ -26,25 +26,6 @@ class CompareFlags(MeasuringFlags):
     )
     num_samples_per_prompt: int = flag(1, "responses of each model to each prompt", least=1)
     greedy: bool = flag(False, "take the most likely token instead of sampling")
-
-    reward_model_name_or_path: list[str] = flag(
-        [],
-        "reward models; each gives scores and win rates of its own, and the first one decides the order",
-        group="rewards",
-    )
-    reward_function: list[str] = flag(
-        [], "functions, RewardSource classes, or built-in functions, as in step 3; they come after the reward models"
-    )
-    answer_column: str | None = flag(
-        None,
-        "column with the right answers, for math_verify; by default answer",
-        only_with="reward_function=math_verify",
-    )
-    response_format: str | None = flag(
-        None,
-        "regular expression that a whole response has to match, for format",
-        only_with="reward_function=format",
-    )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
@@ -64,13 +45,6 @@ class CompareFlags(MeasuringFlags):
                 f"--greedy with --num_samples_per_prompt {self.num_samples_per_prompt}: all of them would be the same. "
                 "Leave one of them out."
             )
-        if not self.reward_model_name_or_path and not self.reward_function and not self.environment:
-            raise UserError(
-                "there is nothing to judge by: give --reward_model_name_or_path, --reward_function, or --environment."
-            )
-        refuse_twice(self, "reward_model_name_or_path")
-        refuse_twice(self, "reward_function")
-        check_format(self.response_format)
 
     def read_paths(self) -> dict[str, list[str]]:
         """{flag: the models or data sets that the program reads}, including the compared models."""

@@ -12,9 +12,7 @@ import numpy as np
 
 from training.reporting.evaluation import POLICY, text_by
 from training.reporting.standard_errors import NOISE, Estimate
-from training.reporting.variety import distinct_bigrams
-
-N = 3  # number of words in the n-grams whose repetition is counted
+from training.reporting.variety import distinct_bigrams, repetition
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +139,6 @@ def change(sample: Sample, first: Sample, reward: str) -> float:
 def by_prompt(values: Sequence[float] | np.ndarray, each: int) -> np.ndarray:
     """The mean of each prompt's `each` samples, as (n,) float64 for n prompts."""
     return np.asarray(values, dtype=np.float64).reshape(-1, each).mean(1)
-
-
-def repetition(texts: Sequence[str], n: int = N) -> float:
-    """1 - (number of distinct n-grams) / (number of n-grams) of words; 0 if there are no n-grams. Both numbers are
-    counted within each text and summed over the texts.
-
-    An n-gram that one text repeats counts; an n-gram that occurs in two texts does not.
-    """
-    every = distinct = 0
-    for text in texts:
-        words = text.split()
-        grams = [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
-        every, distinct = every + len(grams), distinct + len(set(grams))
-    return 1 - distinct / every if every else 0.0
 
 
 def histogram(columns: Sequence[Sequence[float]], bins: int = 24) -> tuple[list[float], list[list[int]]]:

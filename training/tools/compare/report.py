@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from html import escape
 
 from training.reporting.standard_errors import with_error
+from training.reporting.variety import N
 from training.tools.compare.flags import CompareFlags
 from training.tools.compare.measures import (
     Interval,
     ModelMeasures,
-    N,
     PairMeasures,
     Sample,
     Value,
@@ -20,7 +20,17 @@ from training.tools.compare.measures import (
     of_pair,
 )
 from training.tools.models import Model
-from training.tools.pages.page import Response, SampleRow, Samples, colour, document, dot, sample_data, sample_section
+from training.tools.pages.page import (
+    Response,
+    SampleRow,
+    Samples,
+    colour,
+    columns,
+    document,
+    dot,
+    sample_data,
+    sample_section,
+)
 from training.tools.pages.page import table as page_table
 
 
@@ -95,11 +105,11 @@ def table(comparison: Comparison) -> str:
         for name in comparison.names:
             score, wins, rate, _, difference, limits = _scores(comparison, name, reward, star=" *", none="  ")
             rows.append((name, score, wins, rate, difference, limits))
-        lines += ["", *_columns(rows)]
+        lines += ["", *columns(rows)]
         lines += [f"  {verdict(comparison, name, reward)}" for name in comparison.names if name != comparison.first]
     rows = [("", "KL, nats a response", "nats a token", "tokens", "ended", "repeated", "bigrams")]
     rows += [(name, *_other_measures(comparison, name)) for name in comparison.names]
-    lines += ["", *_columns(rows)]
+    lines += ["", *columns(rows)]
     lines += ["", f"KL to {comparison.first}: {_kl_told(comparison.args)}; repeated: {N}-grams within a response"]
     return "\n".join(lines)
 
@@ -130,18 +140,6 @@ def _other_measures(comparison: Comparison, name: str) -> tuple[str, ...]:
     found = comparison.measures[name]
     numbers = (_told(found.kl), _told(found.kl_per_token), _told(found.tokens), _percent(found.ended.value))
     return (*numbers, _percent(found.repetition), f"{found.bigrams:.3f}")
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The lines of a table: the first column is aligned to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.ljust(width) if place == 0 else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def _told(value: Value) -> str:

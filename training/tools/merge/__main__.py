@@ -6,7 +6,7 @@
     deepspeed --num_gpus 8 --module training.merge ...                              # on several ranks, the same flags
     python -m training.merge ... --scale 1.3 --output_dir merged              # without prompts: merge and save
 
-Writes OUTPUT_DIR/frontier.json, samples/scale_S.jsonl, and model/ if --scale or --max_kl chooses a scale.
+Writes OUTPUT_DIR/frontier.json, samples/scale_S.jsonl, and model/ if --scale, --choose_by or --max_kl chooses a scale.
 """
 
 import dataclasses
@@ -23,12 +23,14 @@ if __name__ == "__main__":
 
 from engine import distributed
 from engine.atomic_files import write_whole
-from engine.errors import RunStopped
+from engine.errors import RunStopped, without_query
 from engine.models.checking import check_policy
-from training.config.reward import load_function
+from training.config.models import SCORE
+from training.config.reward import check_columns, check_held_out_number, load_functions
 from training.reporting.evaluation import write_rows
 from training.runtime.launch import check_run, leave, run
 from training.runtime.output_folder import check_shared
+from training.runtime.plan import check_server
 from training.runtime.processes import phase
 from training.runtime.ranks import agreed, checked
 from training.tools.measuring import check_answering, check_same_tokens, check_scoring, read_held_out
@@ -73,8 +75,9 @@ def check(args: MergeFlags) -> None:
         return
     check_answering(args, sft, SFT)
     check_scoring(args)
-    if args.reward_function is not None:
-        load_function(args.reward_function)
+    functions = load_functions(args)
+    if args.choose_by is not None:
+        check_held_out_number(args, "choose_by", functions)
 
 
 def read_weights(args: MergeFlags) -> tuple[dict, list[dict]]:
@@ -96,6 +99,9 @@ def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]
     with phase("reading data"):
         tokenizer = args.read_tokenizer(args.sft_model_name_or_path, SFT)
         held_out = agreed(lambda: read_held_out(args, tokenizer))
+        asked = {"the held-out prompts": held_out.prompts}
+        checked(lambda: check_columns(load_functions(args), asked))
+        agreed(lambda: check_server(args, tokenizer, asked))
     with phase("loading models"):
         frontier = Frontier(args, held_out)
     points, folder = [], Path(args.output_dir)
@@ -121,8 +127,14 @@ def source(args: MergeFlags) -> dict[str, object]:
         "reward_models": args.reward_model_name_or_path,
         "reward_model_weight": args.reward_model_weight,
         "reward_function": args.reward_function,
+        "reward_url": list(map(without_query, args.reward_url)),
+        "reward_weights": args.reward_weights,
+        "length_penalty": args.length_penalty,
         **({"environment": args.environment, "max_turns": args.max_turns} if args.environment else {}),
         "seed": args.seed,
+        "choose_by": args.choose_by or SCORE,
+        "kl_coef": args.kl_coef,
+        "max_kl": args.max_kl,
     }
 
 
@@ -131,23 +143,26 @@ def choose_and_save(args: MergeFlags, sft: dict, trained: Sequence[dict], points
 
     Raises: RunStopped if no scale is within --max_kl.
     """
-    scale = args.scale
-    if args.max_kl is not None:
-        best = best_within(points, args.max_kl)
-        scale = best.scale if best is not None else None
+    scale, best = args.scale, best_within(points, args.max_kl) if args.chooses else None
+    if best is not None:
+        scale = best.scale
     if distributed.is_main() and points:
         print(f"\n{table(points, scale)}\n{args.output_dir}/frontier.json has it too", flush=True)
-    if args.max_kl is not None and scale is None:
+        start = next(point for point in points if point.scale == 0.0)
+        if best is not None and start.chosen_by > best.chosen_by:
+            found = f"{start.chosen_by:.3f}, and at scale {best.scale:g} it is {best.chosen_by:.3f}"
+            print(f"warning: {args.choose_by or SCORE} is highest for the SFT model itself: {found}", flush=True)
+    if args.chooses and scale is None:
         raise RunStopped(
-            f"no scale but 0 is within --max_kl {args.max_kl:g} nats a response, and nothing was saved. Give smaller "
+            f"no scale but 0 is within {args.word('max_kl')} nats a response, and nothing was saved. Give smaller "
             "--scales, or raise --max_kl."
         )
     if scale is None:
         if distributed.is_main():
-            print("nothing is saved: --scale S saves that scale, --max_kl K the best one within K", flush=True)
+            print("nothing is saved: --scale S, --choose_by NUMBER or --max_kl K choose a model", flush=True)
         return
     point = next((point for point in points if point.scale == scale), None)
-    measured = point and {"score": point.score, "score_se": point.score_se, "kl": point.kl, "kl_se": point.kl_se}
+    measured = point and dataclasses.asdict(point)
     note = {**source(args), "scale": scale, "measured": measured}
     with phase("saving models"):
         saved = checked(

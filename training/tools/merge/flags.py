@@ -7,14 +7,14 @@ from engine.algo.weight_changes import METHODS
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from training.config.flags import REQUIRED, flag
-from training.config.models import check_reward_models
+from training.config.models import RewardServerFlags
 from training.tools.flags import MeasuringFlags
 
 FRONTIER = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
 
 
 @dataclass(kw_only=True)
-class MergeFlags(MeasuringFlags):
+class MergeFlags(MeasuringFlags, RewardServerFlags):
     """The flags that say which models are merged, at which scales and on which prompts the merged model is measured,
     and at which scale it is saved."""
 
@@ -41,10 +41,18 @@ class MergeFlags(MeasuringFlags):
         "scales of the change that are measured: 0 is the SFT model, 1 the trained model or the merge of several",
     )
     scale: float | None = flag(None, "save the model at this scale", group="what is saved")
+    choose_by: str | None = flag(
+        None,
+        "save the model that is best by this held-out number: eval/score, or eval/reward_NAME of one of several "
+        "rewards, which may have weight 0 and then judges alone; by default eval/score, with --max_kl",
+        only_with="data_path",
+    )
+    kl_coef: float = flag(
+        0.0, "number subtracted from what --choose_by names for each nat of KL to the SFT model", only_with="choose_by"
+    )
     max_kl: float | None = flag(
         None,
-        "save the model with the best score among those whose KL to the SFT model is at most this many nats per "
-        "response",
+        "choose among the models whose KL to the SFT model is at most this many nats per response",
         above=0,
         only_with="data_path",
     )
@@ -52,20 +60,9 @@ class MergeFlags(MeasuringFlags):
 
     reward_model_name_or_path: list[str] = flag(
         [],
-        "reward models; the score is the sum of their scores, as in step 3",
+        "reward models, as in step 3. The score is the weighted sum of all rewards; each is measured by itself, too",
         only_with="data_path",
         group="rewards",
-    )
-    reward_model_weight: list[float] = flag([], "weights of the reward models in the score, one for each; by default 1")
-    raw_reward_scores: bool = flag(
-        False,
-        "take the scores of several reward models as they are. By default each model's become (score - mean) / "
-        "standard deviation, of the SFT model's responses, unless step 2 normalised them",
-    )
-    reward_function: str | None = flag(
-        None,
-        "function or RewardSource class, as in step 3; its scores are added to those of the reward models",
-        only_with="data_path",
     )
 
     def validate(self) -> None:
@@ -80,23 +77,26 @@ class MergeFlags(MeasuringFlags):
         if self.scale is not None and self.scale not in self.scales and f"{self.scale:g}" in shown:
             raise UserError(f"--scale {self.scale!r} and --scales {self.scale:g} are one in six digits. Give the same.")
         self._validate_choice()
-        check_reward_models(self, self.reward_model_name_or_path)
 
     def _validate_choice(self) -> None:
-        if self.scale is not None and self.max_kl is not None:
-            raise UserError(
-                f"--scale {self.scale:g} and --max_kl {self.max_kl:g} both choose a model. Give one of them."
-            )
+        chosen = [self.word(name) for name in ("choose_by", "max_kl") if getattr(self, name) is not None]
+        if self.scale is not None and chosen:
+            raise UserError(f"--scale {self.scale:g} and {chosen[0]} both choose a model. Give one of them.")
         if self.scale == 0.0:
             raise UserError("--scale 0: that is the SFT model, which is there already. Give another scale.")
         if self.data_path:
-            if not self.reward_model_name_or_path and self.reward_function is None and self.environment is None:
+            if not self.reward_paths and not self.other_rewards:
                 raise UserError(
-                    "--data_path without a reward: give --reward_model_name_or_path, --reward_function, or "
-                    "--environment."
+                    "--data_path without a reward: give --reward_model_name_or_path, --reward_function, --reward_url, "
+                    "or --environment."
                 )
         elif self.scale is None:
             raise UserError("there is nothing to do: give --data_path to measure scales, --scale to save one, or both.")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the measurements choose the scale that is saved."""
+        return self.choose_by is not None or self.max_kl is not None
 
     @property
     def measured_scales(self) -> list[float]:

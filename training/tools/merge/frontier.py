@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from engine.errors import UserError
 from engine.models.weight_files import stored_name
-from engine.reward.base import CombinedReward, EnvironmentReward, RewardSource
-from training.config.reward import ENVIRONMENT, function_source, load_function, model_names, names, standardised
+from training.config.models import SCORE
+from training.config.reward import build_reward, load_functions
+from training.reporting.evaluation import held_out_number
 from training.tools.measuring import HeldOut, Measuring, tell_failures
 from training.tools.merge.flags import MergeFlags
 from training.tools.merge.weights import MergedWeights
@@ -19,8 +20,8 @@ class Point:
     KL.
 
     kl: KL to the SFT model, in nats per response. bigrams: number of distinct pairs of neighbouring words, divided by
-    the number of tokens. rewards: {name of a source of scores: the mean of its scores without their weight}, if there
-    are several.
+    the number of tokens. chosen_by: the number by which a scale is chosen. rewards, rewards_se: {name of a source of
+    scores: the mean of its scores without their weight, and its standard error}, if there are several.
     """
 
     scale: float
@@ -30,7 +31,9 @@ class Point:
     kl_se: float
     tokens: float
     bigrams: float
+    chosen_by: float
     rewards: dict[str, float] = field(default_factory=dict)
+    rewards_se: dict[str, float] = field(default_factory=dict)
 
 
 class Frontier(Measuring):
@@ -40,26 +43,14 @@ class Frontier(Measuring):
     def __init__(self, args: MergeFlags, held_out: HeldOut):
         sft = args.sft_model_name_or_path
         super().__init__(args, args.engine_spec(), held_out, [sft])
-        self.policy, reward = self.loaded(sft, "actor"), self._reward(args)
+        self.choose_by, self.kl_coef = args.choose_by or SCORE, args.kl_coef
+        self.policy = self.loaded(sft, "actor")
+        reward = build_reward(args, load_functions(args), self.rewards, held_out.tokenizer, self.texts.rows)
         self.names = [name.removeprefix("scores_") for name in reward.weights()]
-        self.evaluator = self.evaluator_of(self.policy, sft, reward, self.rollouts_of(self.policy))
-
-    def _reward(self, args: MergeFlags) -> RewardSource:
-        """The source of scores: the sum of those of the reward models, of the function and of the environment."""
-        models = dict(zip(model_names(args.reward_model_name_or_path), self.rewards, strict=True))
-        weights = args.reward_model_weight or [1.0] * len(models)
-        sources: dict[str, tuple[RewardSource, float]] = dict(zip(models, zip(self.rewards, weights), strict=True))
-        if args.reward_function is not None:
-            taken = [*models, ENVIRONMENT] if args.environment else list(models)
-            function, (name,) = load_function(args.reward_function), names([args.reward_function], taken)
-            source = function_source(function, args.reward_function, self.held_out.tokenizer, self.texts.rows)
-            sources[name] = source, 1.0
-        if args.environment is not None:
-            sources[ENVIRONMENT] = EnvironmentReward(), 1.0
-        (alone, weight), *others = sources.values()
-        if not others and weight == 1.0:
-            return alone
-        return CombinedReward(sources, standardised=standardised(models, args.raw_reward_scores))
+        rollouts = self.rollouts_of(self.policy)
+        if args.overlap_rewards:
+            rollouts.finished = reward.begin
+        self.evaluator = self.evaluator_of(self.policy, sft, reward, rollouts)
 
     def at(self, weights: MergedWeights) -> tuple[Point, list[dict]]:
         """(measurements with these weights, a row for each prompt). All ranks call this and get the same result.
@@ -84,28 +75,31 @@ class Frontier(Measuring):
             kl_se=metrics.get("eval/kl_se", 0.0),
             tokens=metrics["eval/response_length"],
             bigrams=metrics["eval/distinct_bigrams"] / max(sum(row["tokens"] for row in rows), 1),
+            chosen_by=held_out_number(metrics, self.choose_by) - self.kl_coef * metrics["eval/kl"],
             rewards={name: metrics[f"eval/reward_{name}"] for name in self.names},
+            rewards_se={name: metrics.get(f"eval/reward_{name}_se", 0.0) for name in self.names},
         )
         tell_failures(metrics)
         return point, rows
 
 
-def best_within(points: Iterable[Point], max_kl: float) -> Point | None:
-    """The point with the best score among those with a KL of at most max_kl nats per response and a scale other than 0;
-    None if there is none."""
-    within = [point for point in points if point.scale != 0.0 and point.kl <= max_kl]
-    return max(within, key=lambda point: point.score, default=None)
+def best_within(points: Iterable[Point], max_kl: float | None) -> Point | None:
+    """The point with the largest `chosen_by` among those with a KL of at most max_kl nats per response, if that is not
+    None, and a scale other than 0; None if there is none."""
+    within = [point for point in points if point.scale != 0.0 and (max_kl is None or point.kl <= max_kl)]
+    return max(within, key=lambda point: point.chosen_by, default=None)
 
 
 def table(points: Sequence[Point], chosen: float | None = None) -> str:
     """A text table with a line for each scale; the line of `chosen` is marked."""
-    head = ("scale", "score", "", *points[0].rewards, "KL", "", "tokens", "bigrams", "")
+    names = points[0].rewards
+    head = ("scale", "score", "", *(cell for name in names for cell in (name, "")), "KL", "", "tokens", "bigrams", "")
     lines = [
         (
             f"{point.scale:g}",
             f"{point.score:.3f}",
             f"± {point.score_se:.3f}",
-            *(f"{mean:.3f}" for mean in point.rewards.values()),
+            *(cell for name in names for cell in (f"{point.rewards[name]:.3f}", f"± {point.rewards_se[name]:.3f}")),
             f"{point.kl:.2f}".replace("-0.00", "0.00"),  # the SFT model's KL to itself is 0 up to rounding
             f"± {point.kl_se:.2f}",
             f"{point.tokens:.1f}",

@@ -111,15 +111,28 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> s
     )
 
 
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a text table: the first column is aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response as samples.js shows it. scores, changes: one number for each reward. A change is this score minus that
+    """A response as samples.js shows it. scores, changes: one number for each reward. kl: None if no policies
+    are compared. A change is this score minus that
     of the row's first response, or of another one that the page names; None if there is none. turns: those of a
     conversation, as in `evaluation.turns_of`."""
 
     text: str
     scores: Sequence[float]
-    kl: float
+    kl: float | None
     tokens: int
     ended: bool
     changes: Sequence[float | None]
@@ -160,7 +173,7 @@ def sample_data(samples: Samples) -> dict:
                 [
                     each.text,
                     [round(score, 6) for score in each.scores],
-                    round(each.kl, 4),
+                    each.kl if each.kl is None else round(each.kl, 4),
                     each.tokens,
                     each.ended,
                     [change if change is None else round(change, 6) for change in each.changes],
@@ -179,6 +192,8 @@ def sample_section(samples: Samples) -> str:
     first, *others = samples.names
     models = {"any": "all", **{str(place): name for place, name in enumerate(others, 1)}}
     rewards = {str(place): name for place, name in enumerate(samples.rewards)}
+    measured = any(each.kl is not None for row in samples.rows for each in row.responses)
+    orders = {name: text for name, text in ORDERS.items() if measured or name != "kl"}
     nav = (
         '<nav aria-label="{}"><button type="button" data-go="-1">previous</button>'
         '<button type="button" data-go="1">next</button><span id="{}" {}></span></nav>'
@@ -194,7 +209,7 @@ sample, n and p from page to page.</p>
 {_select("kind", "show", KINDS)}
 {_select("reward", "by reward", rewards)}
 <label>change of at least<input id="least" type="number" min="0" step="any" value="0"></label>
-{_select("order", "first", ORDERS)}
+{_select("order", "first", orders)}
 </form>
 {nav.format("pages", "told", 'role="status" aria-live="polite"')}
 <div id="list"></div>

@@ -125,7 +125,7 @@ function response(row, model, shown) {
   data.rewards.forEach((name, place) => {
     if (place !== reward) head.append(element("span", `${name} ${number(scores[place], 3)}`));
   });
-  if (model) head.append(element("span", `KL ${number(kl, 1)}`));
+  if (model && kl !== null) head.append(element("span", `KL ${number(kl, 1)}`));
   head.append(element("span", `${tokens} tokens${ended ? "" : ", cut off"}`));
   const compared = model ? first : shown.length === 2 ? own(row.responses[shown[1]]) : first, name = model ? "" : "gone";
   made.append(head, turns ? conversation(turns, compared, name) : marked(text, compared, name));

@@ -57,10 +57,13 @@ class Run:
 
     @property
     def view(self) -> View:
-        """The View that lists the metrics of the run's charts. Each part of the score has a held-out chart."""
+        """The View that lists the metrics of the run's charts. Each part of the score, and the likelihood if it
+        is one, has a held-out chart."""
         view, names = VIEWS[self.kind], {name: None for row in self.rows if "eval/score" in row for name in row}
         parts = [name for name in names if name.startswith(PART) and not name.endswith(ENDINGS)]
         charts = {f"reward {name.removeprefix(PART)}, held out": name for name in parts}
+        if "eval/likelihood" in names:
+            charts["likelihood, nats a token, held out"] = "eval/likelihood"
         return replace(view, held_out=view.held_out | ({"parts of the score": charts} if charts else {}))
 
     @property

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from training.reporting.variety import repetition
 from training.tools.compare.measures import (
     Sample,
     by_prompt,
@@ -11,7 +12,6 @@ from training.tools.compare.measures import (
     interval,
     of_model,
     of_pair,
-    repetition,
 )
 
 
