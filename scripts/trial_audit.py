@@ -45,7 +45,7 @@ def run(out: Path, program: str, *words: object) -> None:
         return
     shutil.rmtree(out, ignore_errors=True)  # of a run that was cut off
     out.parent.mkdir(parents=True, exist_ok=True)
-    log = out.with_suffix(".log")
+    log = out.with_name(f"{out.name}.log")
     print(f"{time.strftime('%H:%M')} {out.name}: {program}", flush=True)
     command = [sys.executable, "-m", program, *map(str, words), "--output_dir", str(out)]
     ended = run_program(command, log)
