@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the packag
 
 import numpy as np
 
-from scripts.comparison.runs import run_program, write_json
+from scripts.comparison.runs import STOPPED, run_program, write_json
 from training.config.reward import load_function
 from training.reporting.best_of import chances
 from training.reporting.run_record import METRICS_FILE, read_metrics
@@ -49,7 +49,7 @@ def run(out: Path, program: str, *words: object) -> None:
     print(f"{time.strftime('%H:%M')} {out.name}: {program}", flush=True)
     command = [sys.executable, "-m", program, *map(str, words), "--output_dir", str(out)]
     ended = run_program(command, log)
-    if ended.code:
+    if ended.code not in (0, STOPPED):  # a reward model that learned noise, or a policy that broke, is a result too
         sys.exit(f"{' '.join(command)} ended with exit code {ended.code}; {log} has what it printed.")
     write_json(done, {"seconds": ended.seconds, "cpu_seconds": ended.cpu_seconds})
 
