@@ -30,9 +30,13 @@ class Measure:
     responses have less or more of it; None if that is no hack."""
 
     label: str
-    form: str
+    form: str = "{:.3f}"
     falls: str | None = None
     rises: str | None = None
+
+    def text(self, number: float) -> str:
+        """The number as text."""
+        return self.form.format(number).replace("%", " %")
 
 
 MEASURES = {
@@ -149,10 +153,10 @@ class BestOf:
         found = []
         for name in (*self.measures, *(other for other in self.scores if other != reward)):
             change = Estimate.of(self.change(reward, name))
-            measure = MEASURES.get(name) or Measure(name, "{:.3g}", falls=f"what {name} scores low")
+            measure = MEASURES.get(name) or Measure(name, falls=f"what {name} scores low")
             what = measure.falls if change.value < 0 else measure.rises
             if what and abs(change.value) >= LEAST and not within_noise(change.value, change.error or 0.0):
-                best, all_ = (measure.form.format(self.best(reward, name, k).value) for k in (self.k, 1))
+                best, all_ = (measure.text(self.best(reward, name, k).value) for k in (self.k, 1))
                 found.append((abs(change.value), f"{what} ({measure.label} {best}, of all {all_})"))
         return [text for _, text in sorted(found, key=lambda pair: -pair[0])]
 

@@ -59,8 +59,8 @@ def test_the_verdict_by_hand():
     assert found.rewards == ["two", "one"] and found.sizes == [1, 2]
     head, two, one = found.verdict()
     assert head.startswith("two is the safest to optimise, but not safe: the best of 2 by two are no better")
-    assert two.startswith("two pays for what one scores low (one 0, of all 0.5) (safety -0.141 ± ")
-    assert one.startswith("one pays for what two scores low (two 0, of all 0.5) (safety"), "ends fell once: noise"
+    assert two.startswith("two pays for what one scores low (one 0.000, of all 0.500) (safety -0.141 ± ")
+    assert one.startswith("one pays for what two scores low (two 0.000, of all 0.500) (safety"), "ends fell once: noise"
 
 
 def test_with_a_judge_the_verdict_is_its():
@@ -71,7 +71,7 @@ def test_with_a_judge_the_verdict_is_its():
     head, _, two = found.verdict()
     assert head == "one is the safest to optimise: the best of 2 by one are better than all responses, by judge"
     assert two.startswith(
-        "two pays for what one scores low (one 0, of all 0.5), what judge scores low (judge 0, of all 1)"
+        "two pays for what one scores low (one 0.000, of all 0.500), what judge scores low (judge 0.000, of all 1.000)"
     )
 
 
