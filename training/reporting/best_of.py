@@ -48,6 +48,11 @@ MEASURES = {
 }
 
 
+def measure_of(name: str) -> Measure:
+    """The measure of this name, or a reward's score."""
+    return MEASURES.get(name) or Measure(name, falls=f"what {name} scores low")
+
+
 def chances(scores: np.ndarray, k: int) -> np.ndarray:
     """(P, n): for each of a prompt's n responses, the probability that it is the best of k of them, which are drawn
     without replacement. Responses with equal scores share their probability.
@@ -153,7 +158,7 @@ class BestOf:
         found = []
         for name in (*self.measures, *(other for other in self.scores if other != reward)):
             change = Estimate.of(self.change(reward, name))
-            measure = MEASURES.get(name) or Measure(name, falls=f"what {name} scores low")
+            measure = measure_of(name)
             what = measure.falls if change.value < 0 else measure.rises
             if what and abs(change.value) >= LEAST and not within_noise(change.value, change.error or 0.0):
                 best, all_ = (measure.text(self.best(reward, name, k).value) for k in (self.k, 1))
