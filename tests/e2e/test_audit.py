@@ -11,6 +11,7 @@ import torch
 from engine.experience_maker import ExperienceMaker
 from scripts.harness.programs import Result, assert_one_message, command_line
 from tests.distributed import plain
+from tests.reward_server import score, serving
 from training.runtime.launch import run
 from training.tools.audit import __main__ as audit
 
@@ -53,12 +54,13 @@ def test_its_numbers_are_those_of_all_subsets_and_of_plain_models(tiny, tmp_path
         seen.append(make(self, *args, **kwargs))
         return seen[-1]
 
-    with mock.patch.object(ExperienceMaker, "make_experience", noted):
-        result = audited(flags_of(tiny, tmp_path, judge=f"{tmp_path / 'rules.py'}:first"), capfd)
+    with mock.patch.object(ExperienceMaker, "make_experience", noted), serving() as server:
+        given = {"judge": f"{tmp_path / 'rules.py'}:first", "reward_url": server.url}
+        result = audited(flags_of(tiny, tmp_path, **given), capfd)
     assert result.code == 0, result.stderr
     found = json.loads((tmp_path / "out" / "audit.json").read_text())
     samples = found["samples"]
-    assert len(samples) == 30 and set(found["rewards"]) == {"reward", "tokens score"}
+    assert len(samples) == 30 and set(found["rewards"]) == {"reward", "tokens score", "server"}
     (experience,) = seen
     rollout = experience.rollout
     with torch.no_grad():
@@ -66,6 +68,7 @@ def test_its_numbers_are_those_of_all_subsets_and_of_plain_models(tiny, tmp_path
     likelihood = (logprobs.sum(-1) / rollout.response_mask.sum(-1)).tolist()
     assert sorted(sample["likelihood"] for sample in samples) == pytest.approx(sorted(likelihood), abs=1e-4)
     assert [sample["tokens score"] for sample in samples] == [len(sample["response"].split()) for sample in samples]
+    assert [sample["server"] for sample in samples] == pytest.approx([score(one["response"]) for one in samples])
     by_prompt = [samples[start : start + 6] for start in range(0, 30, 6)]
     for k in (1, 2, 4, 6):
         for name in ("reward", "first", "tokens", "likelihood"):
