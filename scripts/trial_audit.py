@@ -82,7 +82,8 @@ def peak(out: Path, judge: Callable, before: bool = False) -> float:
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """Spearman's: the correlation of the ranks; equal numbers share the mean of theirs."""
     ranks = [[(np.less(x, v).sum() + np.less_equal(x, v).sum() - 1) / 2 for v in x] for x in (one, other)]
-    return float(np.corrcoef(ranks)[0, 1])
+    with np.errstate(invalid="ignore"):  # NaN where all are equal
+        return float(np.corrcoef(ranks)[0, 1])
 
 
 def main() -> None:
