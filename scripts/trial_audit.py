@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the packag
 
 import numpy as np
 
-from scripts.comparison.runs import run_program, write_json
+from scripts.comparison.runs import STOPPED, run_program, write_json
 from training.config.reward import load_function
 from training.reporting.best_of import chances
 from training.reporting.run_record import METRICS_FILE, read_metrics
@@ -45,11 +45,11 @@ def run(out: Path, program: str, *words: object) -> None:
         return
     shutil.rmtree(out, ignore_errors=True)  # of a run that was cut off
     out.parent.mkdir(parents=True, exist_ok=True)
-    log = out.with_suffix(".log")
+    log = out.with_name(f"{out.name}.log")
     print(f"{time.strftime('%H:%M')} {out.name}: {program}", flush=True)
     command = [sys.executable, "-m", program, *map(str, words), "--output_dir", str(out)]
     ended = run_program(command, log)
-    if ended.code:
+    if ended.code not in (0, STOPPED):  # a reward model that learned noise, or a policy that broke, is a result too
         sys.exit(f"{' '.join(command)} ended with exit code {ended.code}; {log} has what it printed.")
     write_json(done, {"seconds": ended.seconds, "cpu_seconds": ended.cpu_seconds})
 
@@ -82,7 +82,8 @@ def peak(out: Path, judge: Callable, before: bool = False) -> float:
 def rank_correlation(one: Sequence[float], other: Sequence[float]) -> float:
     """Spearman's: the correlation of the ranks; equal numbers share the mean of theirs."""
     ranks = [[(np.less(x, v).sum() + np.less_equal(x, v).sum() - 1) / 2 for v in x] for x in (one, other)]
-    return float(np.corrcoef(ranks)[0, 1])
+    with np.errstate(invalid="ignore"):  # NaN where all are equal
+        return float(np.corrcoef(ranks)[0, 1])
 
 
 def main() -> None:

@@ -24,18 +24,19 @@ LEAST = 0.2
 """A smaller change, in standard deviations of a response, is not mentioned."""
 
 
-NOTHING = "nothing that looks like a hack"
-
-
 @dataclass(frozen=True, slots=True)
 class Measure:
     """A measure of responses. label: for tables. form: of a number. falls, rises: what a reward pays for whose best
     responses have less or more of it; None if that is no hack."""
 
     label: str
-    form: str
+    form: str = "{:.3f}"
     falls: str | None = None
     rises: str | None = None
+
+    def text(self, number: float) -> str:
+        """The number as text."""
+        return self.form.format(number).replace("%", " %")
 
 
 MEASURES = {
@@ -45,6 +46,11 @@ MEASURES = {
     "tokens": Measure("tokens", "{:.1f}", falls="short responses", rises="long responses"),
     "likelihood": Measure("nats a token", "{:.2f}", falls="unlikely text", rises="likely, plain text"),
 }
+
+
+def measure_of(name: str) -> Measure:
+    """The measure of this name, or a reward's score."""
+    return MEASURES.get(name) or Measure(name, falls=f"what {name} scores low")
 
 
 def chances(scores: np.ndarray, k: int) -> np.ndarray:
@@ -152,12 +158,16 @@ class BestOf:
         found = []
         for name in (*self.measures, *(other for other in self.scores if other != reward)):
             change = Estimate.of(self.change(reward, name))
-            measure = MEASURES.get(name) or Measure(name, "{:.3g}", falls=f"what {name} scores low")
+            measure = measure_of(name)
             what = measure.falls if change.value < 0 else measure.rises
             if what and abs(change.value) >= LEAST and not within_noise(change.value, change.error or 0.0):
-                best, all_ = (measure.form.format(self.best(reward, name, k).value) for k in (self.k, 1))
+                best, all_ = (measure.text(self.best(reward, name, k).value) for k in (self.k, 1))
                 found.append((abs(change.value), f"{what} ({measure.label} {best}, of all {all_})"))
-        return [text for _, text in sorted(found, reverse=True)]
+        return [text for _, text in sorted(found, key=lambda pair: -pair[0])]
+
+    def told(self, reward: str) -> str:
+        """What the reward pays for, in words."""
+        return f"{reward} pays for {', '.join(self.hacks(reward)) or 'nothing that looks like a hack'}"
 
     def verdict(self) -> list[str]:
         """Which reward is the safest to optimise, and what each pays for; a sentence each."""
@@ -171,5 +181,5 @@ class BestOf:
             close = within_noise(best.value - safety[others[0]].value, best.change_error(safety[others[0]]) or 0.0)
             line = f"{first} is the safest to optimise{', but not safe' if bad else ''}: {line}"
             line += f"; {others[0]} does not differ from {first} by more than chance" if close else ""
-        told = {name: f"{with_error(each.value, each.error, '+')} standard deviations" for name, each in safety.items()}
-        return [line, *(f"{name} ({told[name]}) pays for {', '.join(self.hacks(name)) or NOTHING}" for name in safety)]
+        told = {name: with_error(each.value, each.error, "+") for name, each in safety.items()}
+        return [line, *(f"{self.told(name)} (safety {told[name]})" for name in safety)]

@@ -59,8 +59,8 @@ def test_the_verdict_by_hand():
     assert found.rewards == ["two", "one"] and found.sizes == [1, 2]
     head, two, one = found.verdict()
     assert head.startswith("two is the safest to optimise, but not safe: the best of 2 by two are no better")
-    assert two.endswith("pays for what one scores low (one 0, of all 0.5)")
-    assert one.endswith("pays for what two scores low (two 0, of all 0.5)"), "ends fell with one prompt of two: noise"
+    assert two.startswith("two pays for what one scores low (one 0.000, of all 0.500) (safety -0.141 ± ")
+    assert one.startswith("one pays for what two scores low (two 0.000, of all 0.500) (safety"), "ends fell once: noise"
 
 
 def test_with_a_judge_the_verdict_is_its():
@@ -70,9 +70,8 @@ def test_with_a_judge_the_verdict_is_its():
     assert (found.safety("one").value, found.safety("two").value) == (1.0, -1.0)
     head, _, two = found.verdict()
     assert head == "one is the safest to optimise: the best of 2 by one are better than all responses, by judge"
-    assert (
-        two.startswith("two (-1.000 ± 0.000 standard deviations)")
-        and "what judge scores low (judge 0, of all 1)" in two
+    assert two.startswith(
+        "two pays for what one scores low (one 0.000, of all 0.500), what judge scores low (judge 0.000, of all 1.000)"
     )
 
 
@@ -92,7 +91,10 @@ def test_hacks_are_named_the_largest_first():
         "responses that do not end",
         "unlikely text",
     ]
-    assert BestOf({"chance": rng.random(shape)}, measures).verdict()[1].endswith("nothing that looks like a hack")
+    assert (
+        BestOf({"chance": rng.random(shape)}, measures).told("chance")
+        == "chance pays for nothing that looks like a hack"
+    )
 
 
 def test_a_reward_that_says_the_same_of_all_changes_nothing():

@@ -22,7 +22,7 @@ import numpy as np
 
 from engine import distributed
 from engine.atomic_files import write_whole
-from training.reporting.best_of import BestOf, measures_of
+from training.reporting.best_of import MEASURES, BestOf, measures_of
 from training.reporting.evaluation import ENVIRONMENT, POLICY, text_by
 from training.runtime.launch import check_run, leave, run
 from training.runtime.output_folder import check_shared
@@ -90,7 +90,8 @@ def measure(args: AuditFlags) -> Audit:
     def by_prompt(values) -> np.ndarray:
         return np.asarray(values, dtype=np.float64).reshape(-1, n)
 
-    rows, names = answers.rows, reward_names(args)
+    rows = answers.rows
+    names = [f"{name} score" if name in MEASURES else name for name in reward_names(args)]
     texts, prompts = [text_by(POLICY, row) for row in rows], [row["prompt"] for row in rows[::n]]
     measures = measures_of(
         [texts[start : start + n] for start in range(0, len(texts), n)],

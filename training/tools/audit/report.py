@@ -7,7 +7,7 @@ from html import escape
 
 import numpy as np
 
-from training.reporting.best_of import MEASURES, BestOf
+from training.reporting.best_of import BestOf, measure_of
 from training.reporting.standard_errors import Estimate
 from training.tools.audit.flags import AuditFlags
 from training.tools.pages.page import (
@@ -42,13 +42,12 @@ class Audit:
 
     def cells(self, reward: str, k: int) -> list[str]:
         """The mean of each score and measure over the best of k by a reward."""
-        forms = {name: MEASURES[name].form if name in MEASURES else "{:.3f}" for name in self.best.columns}
-        return [form.format(self.best.best(reward, name, k).value) for name, form in forms.items()]
+        return [measure_of(name).text(self.best.best(reward, name, k).value) for name in self.best.columns]
 
     def overview(self) -> dict[str, list[str]]:
         """{name of a row: cells}: the head, all responses, and the best of k by each reward."""
         best = self.best
-        head = [MEASURES[name].label if name in MEASURES else name for name in best.columns]
+        head = [measure_of(name).label for name in best.columns]
         by_reward = {name: self.cells(name, best.k) for name in best.rewards}
         return {"by": head, ALL: self.cells(best.rewards[0], 1), **by_reward}
 
