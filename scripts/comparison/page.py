@@ -3,6 +3,7 @@
 The program writes into that page between two marks, and beside it the pictures and the numbers.
 """
 
+import math
 import shlex
 import textwrap
 from collections.abc import Sequence
@@ -11,7 +12,17 @@ from statistics import fmean
 
 from engine.errors import UserError
 from scripts.comparison.entries import LINE
-from scripts.comparison.frontier import Band, band, best_place_under, best_score_under, curve, read_at, score_at
+from scripts.comparison.frontier import (
+    Band,
+    Point,
+    band,
+    best_place_under,
+    best_score_under,
+    curve,
+    place_of,
+    read_at,
+    score_at,
+)
 from scripts.comparison.results import Compared, Results
 from scripts.comparison.tasks import ROOT, TASKS, Task
 
@@ -70,12 +81,7 @@ def main_table(task: Task, entries: Sequence[Compared]) -> str:
         cells += [number(band([row[-1][name] for row in rows]), len(rows), digits) for name, digits in LAST.items()]
         cells += [number(best_under(compared, task.search_kl), len(results))]
         places = [best_place_under(course, task.search_kl) for course in compared.courses]
-        for name in VARIETY:
-            found = [
-                None if place is None else read_at([point[name] for point in row], place)
-                for row, place in zip(rows, places, strict=True)
-            ]
-            cells.append(number(band(found), len(rows), 3))
+        cells += [number(_measured(rows, name, places), len(rows), 3) for name in VARIETY]
         lines.append(_line(cells))
     if entries:
         first = next(iter(entries[0].results.values())).evaluations[0]
@@ -96,6 +102,35 @@ def brief_table(task: Task, entries: Sequence[Compared]) -> str:
         cells += [number(band([row[name] for row in last]), len(last), digits) for name, digits in LAST.items()]
         lines.append(_line(cells))
     return "\n".join(lines)
+
+
+def judged_table(task: Task, entries: Sequence[Compared]) -> str:
+    """What judge and reward model say at each KL, where the judge is best at it, and where the judge is best of all."""
+    columns = ["", "", "rate", "CPU s", *(f"KL {kl:g}" for kl in task.kls), "best by the judge", "its KL", "last KL"]
+    lines = [_line(columns), "| --- " * len(columns) + "|"]
+    for compared in ordered(entries, task.search_kl):
+        results = list(compared.results.values())
+        rows = [result.rows(compared.line) for result in results]
+        places = [[place_of(course, kl) for course in compared.courses] for kl in task.kls]
+        places.append([best_place_under(course, math.inf) for course in compared.courses])
+        spent = [f"{compared.search.chosen:g}", f"{fmean(result.cpu_seconds for result in results):.0f}"]
+        for head, name in ((f"`{compared.label}`", "judge"), ("", "score")):
+            cells = [head, {"judge": "judge", "score": "reward model"}[name], *(spent if head else ["", ""])]
+            cells += [number(_measured(rows, name, each), len(rows)) for each in places]
+            cells += [number(_measured(rows, "kl", places[-1]), len(rows), 1)] if head else [""]
+            cells += [number(band([row[-1]["kl"] for row in rows]), len(rows), 1)] if head else [""]
+            lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _measured(rows: Sequence[Sequence[dict[str, float]]], name: str, places: Sequence[float | None]) -> Band | None:
+    """One measure at a place of each course, over the seeds."""
+    return band(
+        [
+            None if place is None else read_at([point[name] for point in row], place)
+            for row, place in zip(rows, places, strict=True)
+        ]
+    )
 
 
 def search_table(entries: Sequence[Compared], rates: Sequence[float]) -> str:
@@ -154,10 +189,14 @@ def section(task: Task, entries: Sequence[Compared], picture: str, brief: bool =
         f"{used / 60:.0f} CPU minutes in all, the search included."
         + (f" Fewer seeds: {', '.join(fewer)}." if fewer else ""),
         "",
-        brief_table(task, entries) if brief else main_table(task, entries),
+        judged_table(task, entries)
+        if task.judge
+        else brief_table(task, entries)
+        if brief
+        else main_table(task, entries),
         "",
         *(line for sentence in broken_off(entries) for line in (sentence, "")),
-        f"![Score against KL of all entries on {task.name}]({picture})",
+        f"![{'Reward model and judge' if task.judge else 'Score'} against KL of all entries on {task.name}]({picture})",
     ]
     if not brief:
         searched = f"The search: the best score at a KL of at most {task.search_kl:g}, with a seed of its own."
@@ -176,30 +215,41 @@ def budget_words(task: Task) -> list[str]:
 
 
 def plot(task: Task, entries: Sequence[Compared], path: Path) -> None:
-    """Score against KL: the mean over the seeds of each entry, in a band of one standard error to either side."""
+    """Score, and a judge's value, against KL: the mean over the seeds of each entry, in a band of one standard error to
+    either side."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    colors, styles = pyplot.get_cmap("tab10").colors, ("-", "--", ":")
-    reach = 0.0
-    for place, compared in enumerate(ordered(entries, task.search_kl)):
-        bands = curve(compared.courses)
-        kls, means = [kl for kl, _ in bands], [values.mean for _, values in bands]
-        reach = max([reach, *kls])
-        errors = [values.error or 0.0 for _, values in bands]
-        color, style = colors[place % len(colors)], styles[place // len(colors) % len(styles)]
-        axes.plot(kls, means, style, color=color, linewidth=1.4, label=compared.label)
-        low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
-        axes.fill_between(kls, low, high, color=color, alpha=0.15, linewidth=0)
-    axes.set(xlabel="KL to the SFT model, nats a response", ylabel="held-out score", title=task.name)
-    axes.set_xlim(0, min(reach, 2 * max(task.kls)))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="lower right")
+    shown = {"score": "reward model", "judge": "judge"} if task.judge else {"score": "held-out score"}
+    figure, panels = pyplot.subplots(1, len(shown), figsize=(9 + 4 * (len(shown) - 1), 5.5), squeeze=False)
+    figure.set_layout_engine("constrained")
+    for axes, (measure, what) in zip(panels[0], shown.items(), strict=True):
+        reach = 0.0
+        for place, compared in enumerate(ordered(entries, task.search_kl)):
+            reach = max(reach, _draw(axes, compared.courses_of(measure), compared.label, place))
+        axes.set(xlabel="KL to the SFT model, nats a response", ylabel=what, title=task.name)
+        axes.set_xlim(0, min(reach, 2 * max(task.kls)))
+        axes.grid(alpha=0.3)
+    panels[0][-1].legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def _draw(axes, courses: Sequence[Sequence[Point]], label: str, place: int) -> float:
+    """One entry's curve, in the color and style of its place; returns the KL to which it goes."""
+    from matplotlib import pyplot
+
+    bands = curve(courses)
+    kls, means = [kl for kl, _ in bands], [values.mean for _, values in bands]
+    errors = [values.error or 0.0 for _, values in bands]
+    colors, styles = pyplot.get_cmap("tab10").colors, ("-", "--", ":")
+    color, style = colors[place % len(colors)], styles[place // len(colors) % len(styles)]
+    axes.plot(kls, means, style, color=color, linewidth=1.4, label=label)
+    low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
+    axes.fill_between(kls, low, high, color=color, alpha=0.15, linewidth=0)
+    return max(kls, default=0.0)
 
 
 def make(results: Results, tasks: Sequence[Task], folder: Path, prefix: str = "", brief: bool = False) -> str:
