@@ -63,14 +63,14 @@ def make_long(models: Path) -> None:
         better, worse = sorted((one, other), key=lambda each: -each["positive"])
         if better["positive"] > worse["positive"]:
             pairs.append({"prompt": one["prompt"], "chosen": better["response"], "rejected": worse["response"]})
-    write(data / "sft.jsonl", [{"prompt": row["prompt"], "response": row["response"]} for row in text(8000)])
+    write(data / "sft.jsonl", [{"prompt": row["prompt"], "response": row["response"]} for row in text(4000)])
     write(data / "pairs.jsonl", swapped(pairs[:1500], 0.1))
     write(data / "held_out_pairs.jsonl", pairs[-256:])
     prompts = list({row["prompt"]: {"prompt": row["prompt"]} for row in text(4000)}.values())
     write(data / "prompts.jsonl", prompts[:-256])
     write(data / "eval_prompts.jsonl", prompts[-256:])
     base(models, "--hidden_size", "192", "--num_layers", "4", "--num_heads", "6")
-    step1(models, models / "base", max_seq_len=96, num_train_epochs=3, learning_rate=2e-3)
+    step1(models, models / "base", max_seq_len=96, num_train_epochs=4, learning_rate=3e-3)
     step2(models, (12, 80), max_seq_len=96, num_train_epochs=3, learning_rate=1e-3)
 
 

@@ -29,6 +29,8 @@ from scripts.comparison.tasks import ROOT, TASKS, Task
 VARIETY = {"distinct_bigrams": "bigrams a token", "known_words": "known words"}
 """Measures by which responses that became alike are told, and invented words, and what columns call them."""
 
+JUDGED = {"judge": ("judge", 2), "score": ("reward model", 2), "distinct_bigrams": ("bigrams a token", 3)}
+"""What a judged task shows of each entry at the same places, with how many digits."""
 
 LAST = {"score": 2, "kl": 1}
 """What is shown of a run's last evaluation, and with how many digits."""
@@ -105,7 +107,8 @@ def brief_table(task: Task, entries: Sequence[Compared]) -> str:
 
 
 def judged_table(task: Task, entries: Sequence[Compared]) -> str:
-    """What judge and reward model say at each KL, where the judge is best at it, and where the judge is best of all."""
+    """What judge and reward model say at each KL, where the course has it with the best value of the judge; and where
+    the judge is best of all."""
     columns = ["", "", "rate", "CPU s", *(f"KL {kl:g}" for kl in task.kls), "best by the judge", "its KL", "last KL"]
     lines = [_line(columns), "| --- " * len(columns) + "|"]
     for compared in ordered(entries, task.search_kl):
@@ -114,12 +117,12 @@ def judged_table(task: Task, entries: Sequence[Compared]) -> str:
         places = [[place_of(course, kl) for course in compared.courses] for kl in task.kls]
         places.append([best_place_under(course, math.inf) for course in compared.courses])
         spent = [f"{compared.search.chosen:g}", f"{fmean(result.cpu_seconds for result in results):.0f}"]
-        for head, name in ((f"`{compared.label}`", "judge"), ("", "score")):
-            cells = [head, {"judge": "judge", "score": "reward model"}[name], *(spent if head else ["", ""])]
-            cells += [number(_measured(rows, name, each), len(rows)) for each in places]
-            cells += [number(_measured(rows, "kl", places[-1]), len(rows), 1)] if head else [""]
-            cells += [number(band([row[-1]["kl"] for row in rows]), len(rows), 1)] if head else [""]
-            lines.append(_line(cells))
+        kls = [_measured(rows, "kl", places[-1]), band([row[-1]["kl"] for row in rows])]
+        for measure, (what, digits) in JUDGED.items():
+            first = measure == "judge"
+            cells = [f"`{compared.label}`" if first else "", what, *(spent if first else ["", ""])]
+            cells += [number(_measured(rows, measure, each), len(rows), digits) for each in places]
+            lines.append(_line([*cells, *(number(each, len(rows), 1) if first else "" for each in kls)]))
     return "\n".join(lines)
 
 

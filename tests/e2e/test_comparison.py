@@ -122,6 +122,7 @@ def test_a_judged_tasks_table_reads_the_reward_model_where_the_judge_is_best():
     assert page.judged_table(task, [entry]).splitlines()[2:] == [
         "| `default` | judge | 0.001 | 30 | 0.50 | - | 1.00 | 8.0 | 0.0 |",
         "|  | reward model |  |  | 1.00 | - | 2.00 |  |  |",
+        "|  | bigrams a token |  |  | 0.250 | - | 0.250 |  |  |",
     ]
 
 
