@@ -205,11 +205,11 @@ TASKS = {
         replace(
             QUICKSTART,
             name="judged_quickstart",
-            what="film reviews from a grammar, 0.2 million parameters; a reward model of 1,000 pairs, 10 % swapped",
+            what="film reviews from a grammar, 0.2 million parameters; a reward model of 600 pairs, 10 % swapped",
             prepare=judged.make_quickstart,
-            rates=(1.5e-3,),
+            rates=(5e-4, 1.5e-3),
             search_kl=8.0,
-            kls=(1.0, *JUDGED_KLS),
+            kls=JUDGED_KLS,
             judge="scripts.comparison.judges:grammar",
         ),
         replace(
@@ -221,7 +221,7 @@ TASKS = {
             responses=64,
             steps=24,
             every=3,
-            rates=(5e-4,),
+            rates=(2e-4, 6e-4),
             search_kl=8.0,
             kls=JUDGED_KLS,
             prepare=judged.make_long,
