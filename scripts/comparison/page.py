@@ -183,14 +183,18 @@ def section(task: Task, entries: Sequence[Compared], picture: str, brief: bool =
     command += ["--tasks", task.name, "--seeds", *map(str, seeds), *budget_words(task)]
     fewer = [f"`{compared.label}`" for compared in entries if len(compared.results) < len(seeds)]
     folded = textwrap.fill(" ".join(command), 118, subsequent_indent="    ", break_long_words=False)
+    learned = (
+        f"Entries: {len(entries)}; seeds: {', '.join(map(str, seeds))}. Each run learns from "
+        f"{task.steps * task.responses:,} responses in {task.steps} steps, evaluated every {task.every}. "
+        f"{used / 60:.0f} CPU minutes in all, the search included."
+        + (f" Fewer seeds: {', '.join(fewer)}." if fewer else "")
+        + (_of_sft(entries[0]) if task.judge else "")
+    )
     lines = [
         f"## {task.name}: {task.what}",
         "",
         *([] if brief else ["```bash", folded.replace("\n", " \\\n"), "```", ""]),
-        f"Entries: {len(entries)}; seeds: {', '.join(map(str, seeds))}. Each run learns from "
-        f"{task.steps * task.responses:,} responses in {task.steps} steps, evaluated every {task.every}. "
-        f"{used / 60:.0f} CPU minutes in all, the search included."
-        + (f" Fewer seeds: {', '.join(fewer)}." if fewer else ""),
+        learned,
         "",
         judged_table(task, entries)
         if task.judge
@@ -205,6 +209,15 @@ def section(task: Task, entries: Sequence[Compared], picture: str, brief: bool =
         searched = f"The search: the best score at a KL of at most {task.search_kl:g}, with a seed of its own."
         lines += ["", searched, "", search_table(entries, task.rates)]
     return "\n".join(lines)
+
+
+def _of_sft(compared: Compared) -> str:
+    """What the numbers of a judged task are relative to."""
+    first = next(iter(compared.results.values())).evaluations[0]
+    return (
+        f" The judge gives the SFT model's responses {first['judge']:.2f}, standard deviation {first['judge_std']:.2f}: "
+        f"0 and 1 here. They have {first['distinct_bigrams']:.3f} distinct bigrams a token."
+    )
 
 
 def budget_words(task: Task) -> list[str]:
