@@ -215,7 +215,7 @@ def _of_sft(compared: Compared) -> str:
     """What the numbers of a judged task are relative to."""
     first = next(iter(compared.results.values())).evaluations[0]
     return (
-        f" The judge gives the SFT model's responses {first['judge']:.2f}, standard deviation {first['judge_std']:.2f}: "
+        f" The judge gives the SFT model {first['judge']:.2f}, standard deviation {first['judge_std']:.2f}: "
         f"0 and 1 here. They have {first['distinct_bigrams']:.3f} distinct bigrams a token."
     )
 
