@@ -205,7 +205,7 @@ TASKS = {
         replace(
             QUICKSTART,
             name="judged_quickstart",
-            what="film reviews from a grammar, 0.2 million parameters; a reward model of 600 pairs, 10 % swapped",
+            what="film reviews from a grammar, 0.2 million parameters; a reward model of 700 pairs, 15 % swapped",
             prepare=judged.make_quickstart,
             rates=(5e-4, 1.5e-3),
             search_kl=8.0,
