@@ -35,11 +35,11 @@ def make_reviews(models: Path) -> None:
 def make_quickstart(models: Path) -> None:
     """The quickstart's SFT model, and a reward model of 700 pairs, 15 % of them swapped."""
     data = models / "data"
-    for name, rows in make_corpus(0, sft=8000, pairs=1256, prompts=4000, eval_prompts=256).items():
+    files = make_corpus(0, sft=8000, pairs=1256, prompts=4000, eval_prompts=256)
+    pairs = files.pop("pairs.jsonl")
+    files |= {"pairs.jsonl": swapped(pairs[:700], 0.15), "held_out_pairs.jsonl": pairs[-256:]}
+    for name, rows in files.items():
         write(data / name, rows)
-    pairs = read(data / "pairs.jsonl")
-    write(data / "pairs.jsonl", swapped(pairs[:700], 0.15))
-    write(data / "held_out_pairs.jsonl", pairs[-256:])
     base(models)
     step1(models, models / "base", max_seq_len=48, num_train_epochs=6, learning_rate=5e-3)
     step2(models, (12, 32), max_seq_len=48, num_train_epochs=4, learning_rate=2e-3)

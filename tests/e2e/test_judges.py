@@ -4,9 +4,10 @@ import math
 
 import pytest
 
+from scripts.comparison import judged
 from scripts.comparison.judges import Sentences, grammar, three
 from training.tools.toy.grammar import derive
-from training.tools.toy.reviews import generate_reviews
+from training.tools.toy.reviews import generate_reviews, judge
 
 
 def test_the_judge_of_three_sentences_counts_them():
@@ -23,6 +24,24 @@ def test_the_judge_of_three_sentences_counts_them():
     }
     assert three([good[0].prompt] * len(texts), list(texts)) == pytest.approx(list(texts.values()))
     assert grammar([good[0].prompt] * 3, [one, one[:-2], one + one]) == [1.0, 0.0, 0.0]
+
+
+def test_reward_models_learn_from_few_pairs_of_which_a_part_is_swapped(tmp_path, monkeypatch):
+    for name in ("base", "step1", "step2"):
+        monkeypatch.setattr(judged, name, lambda *args, **flags: None)
+    judged.make_quickstart(tmp_path)
+    pairs = judged.read(tmp_path / "data" / "pairs.jsonl")
+    right = [judge(pair["prompt"], pair["chosen"]).positive for pair in pairs]
+    assert (len(right), sum(right)) == (700, 595), "all but 15 %"
+    held_out = judged.read(tmp_path / "data" / "held_out_pairs.jsonl")
+    assert all(judge(pair["prompt"], pair["chosen"]).positive for pair in held_out)
+    judged.make_quickstart(tmp_path)
+    assert judged.read(tmp_path / "data" / "pairs.jsonl") == pairs, "what is there is kept"
+    judged.make_long(tmp_path / "long")
+    pairs = judged.read(tmp_path / "long" / "data" / "pairs.jsonl")
+    better = three(*zip(*[(pair["prompt"], pair["chosen"]) for pair in pairs], strict=True))
+    worse = three(*zip(*[(pair["prompt"], pair["rejected"]) for pair in pairs], strict=True))
+    assert sum(a > b for a, b in zip(better, worse, strict=True)) == 1350, "all but 10 % of 1,500"
 
 
 def test_the_judge_of_sentences_by_hand():
