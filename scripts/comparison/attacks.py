@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from scripts.comparison.judged import read
-from scripts.comparison.judges import OWN_PAIRS, Sentences, grammar, known_sentences
+from scripts.comparison.judges import OWN_PAIRS, Sentences, grammar, known_sentences, three
 from training.tools.toy.reviews import generate_reviews
 
 Texts = list[tuple[str, str]]  # prompts and responses
@@ -69,21 +69,30 @@ def of_sentences(known: Sentences, folder: Path) -> dict[str, float]:
     return {what: fmean(known.value(*text) for text in attempts) for what, attempts in texts.items()}
 
 
-def of_grammar() -> dict[str, float]:
-    """The mean value of each attack on the grammar."""
-    reviews = generate_reviews(1000, seed=7)
-    good, bad = ([(each.prompt, each.response) for each in reviews if each.positive is sign] for sign in (True, False))
-    texts = tried(good, bad, "clever funny gripping charm wit grace moved delighted", good[0][1])
-    return {what: fmean(grammar(*zip(*attempts, strict=True))) for what, attempts in texts.items()}
+def of_grammar(judge: Callable[..., list[float]], length: int) -> dict[str, float]:
+    """The mean value of each attack on a judge of responses that have `length` sentences of the grammar."""
+
+    def drawn(sign: bool) -> Texts:
+        reviews = [each for each in generate_reviews(1000 * length, seed=7) if each.positive is sign]
+        groups = zip(*[iter(reviews)] * length, strict=False)
+        return [(group[0].prompt, "".join(each.response for each in group)) for group in groups]
+
+    good = drawn(True)
+    texts = tried(good, drawn(False), "clever funny gripping charm wit grace moved delighted", good[0][1])
+    return {what: fmean(judge(*zip(*attempts, strict=True))) for what, attempts in texts.items()}
 
 
 def main() -> int:
     """Print the table."""
     folder = os.environ["REVIEWS_DATA"]
-    first, second = of_sentences(known_sentences(folder), Path(folder)), of_grammar()
-    print("| text | `sentences` | `grammar` |\n| --- | --- | --- |")
-    for what, value in first.items():
-        print(f"| {what} | {value:.2f} | {f'{second[what]:.2f}' if what in second else '-'} |")
+    columns = {
+        "sentences": of_sentences(known_sentences(folder), Path(folder)),
+        "grammar": of_grammar(grammar, 1),
+        "three": of_grammar(three, 3),
+    }
+    print("| text |" + "".join(f" `{name}` |" for name in columns) + "\n| --- |" + " --- |" * len(columns))
+    for what in columns["sentences"]:
+        print(f"| {what} |" + "".join(f" {said[what]:.2f} |" if what in said else " - |" for said in columns.values()))
     return 0
 
 
