@@ -87,13 +87,13 @@ class Results:
 
     def __init__(self, path: Path):
         self.path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        self.entries = {(entry["task"], entry["label"]): entry for entry in map(json.loads, lines)}
+        self.entries = self._read()
 
     def add(self, task: Task, label: str, search: Search, runs: Sequence[Run]) -> None:
         """Write an entry's search and runs down, beside its earlier runs at the same rate."""
         found = {str(run.seed): dataclasses.asdict(run.result) for run in runs}
         entry = {"task": task.name, "label": label, "budget": _budget(task), "search": dataclasses.asdict(search)}
+        self.entries = self._read()  # another command may have written beside this one
         self._put(_rounded(entry | {"runs": found}))
         self._write()
 
@@ -114,6 +114,10 @@ class Results:
                 chosen = Search(scores, search["cpu_seconds"], search["chosen"])
                 found.append(Compared(entry["label"], chosen, results, task.measure))
         return found
+
+    def _read(self) -> dict[tuple[str, str], dict[str, Any]]:
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        return {(entry["task"], entry["label"]): entry for entry in map(json.loads, lines)}
 
     def _put(self, entry: dict[str, Any]) -> None:
         task, label = entry["task"], entry["label"]
