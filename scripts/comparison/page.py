@@ -194,7 +194,7 @@ def section(task: Task, entries: Sequence[Compared], picture: str, brief: bool =
         f"## {task.name}: {task.what}",
         "",
         *([] if brief else ["```bash", folded.replace("\n", " \\\n"), "```", ""]),
-        learned,
+        textwrap.fill(learned, 120, break_long_words=False),
         "",
         judged_table(task, entries)
         if task.judge
