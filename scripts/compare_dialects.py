@@ -6,8 +6,8 @@
 
 An entry is a dialect, a variant of one (NAME:FIELD=VALUE,...,--FLAG=VALUE) or `trl`, TRL's own PPO, run by the Python
 that TRL_PYTHON names; by default all dialects, and trl where there is such a Python. Each is tuned on each task: runs
-of one seed at a few learning rates, of which the one with the best score under a KL is chosen. Then it learns with each
-seed, and the policies of all evaluations are judged alike (scripts/comparison/judge.py).
+of one seed at a few learning rates, of which the one with the best score under a KL is chosen; one rate needs none.
+Then it learns with each seed, and the policies of all evaluations are judged alike (scripts/comparison/judge.py).
 
 OUTPUT has runs/ (a folder a run, named by its command: what is done is not done again), results.jsonl with everything,
 comparison.md with tables, and a picture a task. A task that needs models or data says what it misses and is left out.
@@ -27,7 +27,7 @@ from engine.algorithms import DIALECTS
 from engine.errors import UserError
 from scripts.comparison import page
 from scripts.comparison.entries import TRL, Entry, program
-from scripts.comparison.results import FILE, SEED, Compared, Results, searched
+from scripts.comparison.results import FILE, SEED, Compared, Results, Search, searched
 from scripts.comparison.runs import Run, complete, ended_with_us
 from scripts.comparison.tasks import ROOT, TASKS, Task
 
@@ -57,9 +57,12 @@ def compare_entry(options: argparse.Namespace, task: Task, entry: Entry, models:
     def run(rate: float, seed: int) -> Run:
         return Run(task, entry, models, options.output.resolve(), rate, seed)
 
-    tried = [run(rate, SEED) for rate in task.rates]
-    complete(tried, options.jobs)
-    search = searched(entry, tried)
+    if len(task.rates) == 1:
+        search = Search({}, 0.0, *task.rates)
+    else:
+        tried = [run(rate, SEED) for rate in task.rates]
+        complete(tried, options.jobs)
+        search = searched(entry, tried)
     runs = [run(search.chosen, seed) for seed in options.seeds]
     complete(runs, options.jobs)
     results.add(task, entry.label, search, runs)
@@ -69,7 +72,8 @@ def unmoved(task: Task, entries: list[Compared]) -> list[str]:
     """The entries of which a seed's best score is not by the task's least_rise above the SFT model's."""
     found = []
     for compared in entries:
-        rises = [max(point.score for point in course) - course[0].score for course in compared.courses]
+        courses = compared.courses_of("score")
+        rises = [max(point.score for point in course) - course[0].score for course in courses]
         if min(rises) < task.least_rise:
             found.append(f"{compared.label} on {task.name} ({min(rises):+.2f})")
     return found

@@ -4,14 +4,15 @@
 
 FLAGS are step 3's, of the dialect `default`: responses are drawn at temperature 1 until EOS, scored by the task's
 reward, and their KL is the one to the SFT model. JOB has "policies" ({name: [folder, scale]}: the SFT
-model plus so much of the change to that one), "texts" (files whose words are known) and "written", where
-{name: measures} goes; the SFT model's name is "".
+model plus so much of the change to that one), "texts" (files whose words are known), "judge" (the name of a reward
+function of weight 0, or "") and "written", where {name: measures} goes; the SFT model's name is "".
 """
 
 import json
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from statistics import pstdev
 
 import torch
 from torch import Tensor
@@ -29,16 +30,24 @@ from training.runtime.ranks import agreed
 from training.step3_rlhf import build_evaluator, build_trainer, choose_rollouts
 
 
-def policy_measures(metrics: Mapping[str, float], rows: Sequence[dict], known: Collection[str]) -> dict[str, float]:
-    """What a policy is judged by. metrics, rows: the results of `Evaluator.run`. known: the known words.
+def policy_measures(
+    metrics: Mapping[str, float], rows: Sequence[dict], known: Collection[str], judge: str = ""
+) -> dict[str, float]:
+    """What a policy is judged by. metrics, rows: the results of `Evaluator.run`. known: the known words. judge: name of
+    a reward function.
 
     Returns: score and KL (nats per response) with their standard errors; tokens: mean number of tokens of a response;
     distinct_bigrams: number of distinct pairs of neighbouring words, divided by the number of all response tokens;
-    known_words: share of the responses' words that are known.
+    known_words: share of the responses' words that are known. With a judge: the mean of what it returns, the mean's
+    standard error, and the standard deviation over the responses.
     """
     responses = [row["response"] for row in rows]
     words = [word for text in responses for word in text.split()]
-    return {
+    judged = {}
+    if judge:
+        judged = {"judge": metrics[f"eval/reward_{judge}"], "judge_se": metrics[f"eval/reward_{judge}_se"]}
+        judged["judge_std"] = pstdev(row[f"reward_{judge}"] for row in rows)
+    return judged | {
         "score": metrics["eval/score"],
         "score_se": metrics.get("eval/score_se", 0.0),
         "kl": metrics["eval/kl"],
@@ -66,12 +75,12 @@ def main(args: RLHFFlags, job: dict) -> None:
     evaluator = build_evaluator(plan, build_trainer(args, plan, models, rollouts))
     assert isinstance(evaluator, Evaluator), "a task has held-out prompts"
     known = known_words([Path(path) for path in job["texts"]])
-    found = {"": policy_measures(*evaluator.run(0), known)}
+    found = {"": policy_measures(*evaluator.run(0), known, job["judge"])}
     sft = {name: weight.clone() for name, weight in models.actor.module.state_dict().items()}
     for name, (folder, scale) in job["policies"].items():
         put_weights(models, sft, folder, scale)
-        found[name] = policy_measures(*evaluator.run(1), known)
-        print(f"{name}: score {found[name]['score']:.3f}, KL {found[name]['kl']:.2f}", flush=True)
+        found[name] = policy_measures(*evaluator.run(1), known, job["judge"])
+        print(", ".join([name, *(f"{what} {value:.3f}" for what, value in found[name].items())]), flush=True)
     if distributed.is_main():
         Path(job["written"]).write_text(json.dumps(found), encoding="utf-8")
 

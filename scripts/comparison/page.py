@@ -3,6 +3,7 @@
 The program writes into that page between two marks, and beside it the pictures and the numbers.
 """
 
+import math
 import shlex
 import textwrap
 from collections.abc import Sequence
@@ -11,13 +12,25 @@ from statistics import fmean
 
 from engine.errors import UserError
 from scripts.comparison.entries import LINE
-from scripts.comparison.frontier import Band, band, best_place_under, best_score_under, curve, read_at, score_at
+from scripts.comparison.frontier import (
+    Band,
+    Point,
+    band,
+    best_place_under,
+    best_score_under,
+    curve,
+    place_of,
+    read_at,
+    score_at,
+)
 from scripts.comparison.results import Compared, Results
 from scripts.comparison.tasks import ROOT, TASKS, Task
 
 VARIETY = {"distinct_bigrams": "bigrams a token", "known_words": "known words"}
 """Measures by which responses that became alike are told, and invented words, and what columns call them."""
 
+JUDGED = {"judge": ("judge", 2), "score": ("reward model", 2), "distinct_bigrams": ("bigrams a token", 3)}
+"""What a judged task shows of each entry at the same places, with how many digits."""
 
 LAST = {"score": 2, "kl": 1}
 """What is shown of a run's last evaluation, and with how many digits."""
@@ -70,12 +83,7 @@ def main_table(task: Task, entries: Sequence[Compared]) -> str:
         cells += [number(band([row[-1][name] for row in rows]), len(rows), digits) for name, digits in LAST.items()]
         cells += [number(best_under(compared, task.search_kl), len(results))]
         places = [best_place_under(course, task.search_kl) for course in compared.courses]
-        for name in VARIETY:
-            found = [
-                None if place is None else read_at([point[name] for point in row], place)
-                for row, place in zip(rows, places, strict=True)
-            ]
-            cells.append(number(band(found), len(rows), 3))
+        cells += [number(_measured(rows, name, places), len(rows), 3) for name in VARIETY]
         lines.append(_line(cells))
     if entries:
         first = next(iter(entries[0].results.values())).evaluations[0]
@@ -96,6 +104,36 @@ def brief_table(task: Task, entries: Sequence[Compared]) -> str:
         cells += [number(band([row[name] for row in last]), len(last), digits) for name, digits in LAST.items()]
         lines.append(_line(cells))
     return "\n".join(lines)
+
+
+def judged_table(task: Task, entries: Sequence[Compared]) -> str:
+    """What judge and reward model say at each KL, where the course has it with the best value of the judge; and where
+    the judge is best of all."""
+    columns = ["", "", "rate", "CPU s", *(f"KL {kl:g}" for kl in task.kls), "best by the judge", "its KL", "last KL"]
+    lines = [_line(columns), "| --- " * len(columns) + "|"]
+    for compared in ordered(entries, task.search_kl):
+        results = list(compared.results.values())
+        rows = [result.rows(compared.line) for result in results]
+        places = [[place_of(course, kl) for course in compared.courses] for kl in task.kls]
+        places.append([best_place_under(course, math.inf) for course in compared.courses])
+        spent = [f"{compared.search.chosen:g}", f"{fmean(result.cpu_seconds for result in results):.0f}"]
+        kls = [_measured(rows, "kl", places[-1]), band([row[-1]["kl"] for row in rows])]
+        for measure, (what, digits) in JUDGED.items():
+            first = measure == "judge"
+            cells = [f"`{compared.label}`" if first else "", what, *(spent if first else ["", ""])]
+            cells += [number(_measured(rows, measure, each), len(rows), digits) for each in places]
+            lines.append(_line([*cells, *(number(each, len(rows), 1) if first else "" for each in kls)]))
+    return "\n".join(lines)
+
+
+def _measured(rows: Sequence[Sequence[dict[str, float]]], name: str, places: Sequence[float | None]) -> Band | None:
+    """One measure at a place of each course, over the seeds."""
+    return band(
+        [
+            None if place is None else read_at([point[name] for point in row], place)
+            for row, place in zip(rows, places, strict=True)
+        ]
+    )
 
 
 def search_table(entries: Sequence[Compared], rates: Sequence[float]) -> str:
@@ -145,24 +183,41 @@ def section(task: Task, entries: Sequence[Compared], picture: str, brief: bool =
     command += ["--tasks", task.name, "--seeds", *map(str, seeds), *budget_words(task)]
     fewer = [f"`{compared.label}`" for compared in entries if len(compared.results) < len(seeds)]
     folded = textwrap.fill(" ".join(command), 118, subsequent_indent="    ", break_long_words=False)
+    learned = (
+        f"Entries: {len(entries)}; seeds: {', '.join(map(str, seeds))}. Each run learns from "
+        f"{task.steps * task.responses:,} responses in {task.steps} steps, evaluated every {task.every}. "
+        f"{used / 60:.0f} CPU minutes in all, the search included."
+        + (f" Fewer seeds: {', '.join(fewer)}." if fewer else "")
+        + (_of_sft(entries[0]) if task.judge else "")
+    )
     lines = [
         f"## {task.name}: {task.what}",
         "",
         *([] if brief else ["```bash", folded.replace("\n", " \\\n"), "```", ""]),
-        f"Entries: {len(entries)}; seeds: {', '.join(map(str, seeds))}. Each run learns from "
-        f"{task.steps * task.responses:,} responses in {task.steps} steps, evaluated every {task.every}. "
-        f"{used / 60:.0f} CPU minutes in all, the search included."
-        + (f" Fewer seeds: {', '.join(fewer)}." if fewer else ""),
+        textwrap.fill(learned, 120, break_long_words=False),
         "",
-        brief_table(task, entries) if brief else main_table(task, entries),
+        judged_table(task, entries)
+        if task.judge
+        else brief_table(task, entries)
+        if brief
+        else main_table(task, entries),
         "",
         *(line for sentence in broken_off(entries) for line in (sentence, "")),
-        f"![Score against KL of all entries on {task.name}]({picture})",
+        f"![{'Reward model and judge' if task.judge else 'Score'} against KL of all entries on {task.name}]({picture})",
     ]
     if not brief:
         searched = f"The search: the best score at a KL of at most {task.search_kl:g}, with a seed of its own."
         lines += ["", searched, "", search_table(entries, task.rates)]
     return "\n".join(lines)
+
+
+def _of_sft(compared: Compared) -> str:
+    """What the numbers of a judged task are relative to."""
+    first = next(iter(compared.results.values())).evaluations[0]
+    return (
+        f" The judge gives the SFT model {first['judge']:.2f}, standard deviation {first['judge_std']:.2f}: "
+        f"0 and 1 here. They have {first['distinct_bigrams']:.3f} distinct bigrams a token."
+    )
 
 
 def budget_words(task: Task) -> list[str]:
@@ -176,30 +231,41 @@ def budget_words(task: Task) -> list[str]:
 
 
 def plot(task: Task, entries: Sequence[Compared], path: Path) -> None:
-    """Score against KL: the mean over the seeds of each entry, in a band of one standard error to either side."""
+    """Score, and a judge's value, against KL: the mean over the seeds of each entry, in a band of one standard error to
+    either side."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    colors, styles = pyplot.get_cmap("tab10").colors, ("-", "--", ":")
-    reach = 0.0
-    for place, compared in enumerate(ordered(entries, task.search_kl)):
-        bands = curve(compared.courses)
-        kls, means = [kl for kl, _ in bands], [values.mean for _, values in bands]
-        reach = max([reach, *kls])
-        errors = [values.error or 0.0 for _, values in bands]
-        color, style = colors[place % len(colors)], styles[place // len(colors) % len(styles)]
-        axes.plot(kls, means, style, color=color, linewidth=1.4, label=compared.label)
-        low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
-        axes.fill_between(kls, low, high, color=color, alpha=0.15, linewidth=0)
-    axes.set(xlabel="KL to the SFT model, nats a response", ylabel="held-out score", title=task.name)
-    axes.set_xlim(0, min(reach, 2 * max(task.kls)))
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=7, loc="lower right")
+    shown = {"score": "reward model", "judge": "judge"} if task.judge else {"score": "held-out score"}
+    figure, panels = pyplot.subplots(1, len(shown), figsize=(9 + 4 * (len(shown) - 1), 5.5), squeeze=False)
+    figure.set_layout_engine("constrained")
+    for axes, (measure, what) in zip(panels[0], shown.items(), strict=True):
+        reach = 0.0
+        for place, compared in enumerate(ordered(entries, task.search_kl)):
+            reach = max(reach, _draw(axes, compared.courses_of(measure), compared.label, place))
+        axes.set(xlabel="KL to the SFT model, nats a response", ylabel=what, title=task.name)
+        axes.set_xlim(0, min(reach, 2 * max(task.kls)))
+        axes.grid(alpha=0.3)
+    panels[0][-1].legend(fontsize=7, loc="lower right")
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
+
+
+def _draw(axes, courses: Sequence[Sequence[Point]], label: str, place: int) -> float:
+    """One entry's curve, in the color and style of its place; returns the KL to which it goes."""
+    from matplotlib import pyplot
+
+    bands = curve(courses)
+    kls, means = [kl for kl, _ in bands], [values.mean for _, values in bands]
+    errors = [values.error or 0.0 for _, values in bands]
+    colors, styles = pyplot.get_cmap("tab10").colors, ("-", "--", ":")
+    color, style = colors[place % len(colors)], styles[place // len(colors) % len(styles)]
+    axes.plot(kls, means, style, color=color, linewidth=1.4, label=label)
+    low, high = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
+    axes.fill_between(kls, low, high, color=color, alpha=0.15, linewidth=0)
+    return max(kls, default=0.0)
 
 
 def make(results: Results, tasks: Sequence[Task], folder: Path, prefix: str = "", brief: bool = False) -> str:

@@ -25,7 +25,8 @@ SEED = 1000
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Search:
-    """scores: by rate, the best score under the task's search_kl; None where a run broke off before any evaluation."""
+    """scores: by rate, the best of the task's measure under its search_kl; None where a run broke off before any
+    evaluation."""
 
     scores: dict[float, float | None]
     cpu_seconds: float
@@ -42,7 +43,7 @@ def searched(entry: Entry, runs: list[Run]) -> Search:
     """The choice, once the search's runs are complete; raises UserError where all of them broke off at once."""
     scores = {}
     for run in runs:
-        course = run.result.course(entry.line)
+        course = run.result.course(entry.line, run.task.measure)
         scores[run.rate] = best_score_under(course, run.task.search_kl) if course[1:] else None
     chosen = choose(scores)
     if chosen is None:
@@ -59,11 +60,12 @@ DIGITS = 6  # significant ones that are kept: evaluations are of 256 prompts
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Compared:
-    """An entry on a task: how it was tuned, and its results by seed."""
+    """An entry on a task: how it was tuned, its results by seed, and what of them is compared."""
 
     label: str
     search: Search
     results: dict[int, Result]
+    measure: str = "score"
 
     @property
     def line(self) -> bool:
@@ -72,8 +74,12 @@ class Compared:
 
     @property
     def courses(self) -> list[list[Point]]:
-        """Score against KL as the entry reads it, by seed."""
-        return [result.course(self.line) for result in self.results.values()]
+        """What is compared against KL as the entry reads it, by seed."""
+        return self.courses_of(self.measure)
+
+    def courses_of(self, measure: str) -> list[list[Point]]:
+        """Another measure against KL."""
+        return [result.course(self.line, measure) for result in self.results.values()]
 
 
 class Results:
@@ -81,13 +87,13 @@ class Results:
 
     def __init__(self, path: Path):
         self.path = path
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        self.entries = {(entry["task"], entry["label"]): entry for entry in map(json.loads, lines)}
+        self.entries = self._read()
 
     def add(self, task: Task, label: str, search: Search, runs: Sequence[Run]) -> None:
         """Write an entry's search and runs down, beside its earlier runs at the same rate."""
         found = {str(run.seed): dataclasses.asdict(run.result) for run in runs}
         entry = {"task": task.name, "label": label, "budget": _budget(task), "search": dataclasses.asdict(search)}
+        self.entries = self._read()  # another command may have written beside this one
         self._put(_rounded(entry | {"runs": found}))
         self._write()
 
@@ -105,8 +111,13 @@ class Results:
                 search = entry["search"]
                 scores = {float(rate): score for rate, score in search["scores"].items()}
                 results = {int(seed): Result(**result) for seed, result in entry["runs"].items()}
-                found.append(Compared(entry["label"], Search(scores, search["cpu_seconds"], search["chosen"]), results))
+                chosen = Search(scores, search["cpu_seconds"], search["chosen"])
+                found.append(Compared(entry["label"], chosen, results, task.measure))
         return found
+
+    def _read(self) -> dict[tuple[str, str], dict[str, Any]]:
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.is_file() else []
+        return {(entry["task"], entry["label"]): entry for entry in map(json.loads, lines)}
 
     def _put(self, entry: dict[str, Any]) -> None:
         task, label = entry["task"], entry["label"]

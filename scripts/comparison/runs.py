@@ -148,13 +148,18 @@ class Result:
     line: list[dict[str, float]]
 
     def rows(self, line: bool) -> list[dict[str, float]]:
-        """The measures on the line, or of the evaluations; the SFT model is the reference, so that its KL is 0."""
+        """The measures on the line, or of the evaluations; the SFT model is the reference, so that its KL is 0, and
+        what a judge says is in standard deviations of the SFT model's responses above their mean."""
         first, *later = self.line if line else self.evaluations
-        return [first | {"kl": 0.0}, *later]
+        rows = [first | {"kl": 0.0}, *later]
+        if "judge" not in first:
+            return rows
+        std = first["judge_std"] or 1.0
+        return [row | {"judge": (row["judge"] - first["judge"]) / std} for row in rows]
 
-    def course(self, line: bool) -> list[Point]:
-        """Score against KL."""
-        return [Point(row["kl"], row["score"]) for row in self.rows(line)]
+    def course(self, line: bool, measure: str = "score") -> list[Point]:
+        """A measure against KL."""
+        return [Point(row["kl"], row[measure]) for row in self.rows(line)]
 
 
 def write_json(path: Path, content: object) -> None:
@@ -219,8 +224,12 @@ def judge(runs: Sequence[Run]) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         job, written = Path(temporary) / "job.json", Path(temporary) / "measures.json"
         texts = [str(models / name) for name in task.texts]
-        write_json(job, {"policies": policies, "texts": texts, "written": str(written)})
+        name = task.judge.rpartition(":")[2]
+        write_json(job, {"policies": policies, "texts": texts, "judge": name, "written": str(written)})
         words = ["-m", "scripts.comparison.judge", str(job), *task.words(models), "--output_dir", temporary]
+        if task.judge:  # beside a function, only a model that is named so gives the score
+            words += ["--reward_model_name_or_path", str(models / "reward")]
+            words += ["--reward_function", task.judge, "--reward_weights", "0"]
         words += ["--num_eval_prompts", str(HELD_OUT), "--dtype", "fp32"]
         log = runs[0].folder / "judge.log"
         ended = run_program([sys.executable, *words], log)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from scripts.comparison import judged
+
 ROOT = Path(__file__).resolve().parents[2]
 HELD_OUT = 256
 
@@ -23,7 +25,8 @@ class Task:
     every: steps between evaluations. rates: what the search chooses from, each the peak of actor and critic. search_kl:
     the search takes the best score at no more than this KL, in nats a response. kls: where scores are read. least_rise:
     of the score, by which an entry has learned. texts: files under `models` whose words are known. prepare: makes what
-    is missing of `models`. needs: variables that name what this machine has to have.
+    is missing of `models`. needs: variables that name what this machine has to have. judge: a reward function that no
+    run learns from (judges.py); where there is one, it is what entries are chosen and ordered by.
     """
 
     name: str
@@ -40,6 +43,12 @@ class Task:
     texts: tuple[str, ...]
     prepare: Callable[[Path], None]
     needs: tuple[str, ...] = ()
+    judge: str = ""
+
+    @property
+    def measure(self) -> str:
+        """What is compared, a name of Result's measures."""
+        return "judge" if self.judge else "score"
 
     @property
     def has_reward_model(self) -> bool:
@@ -162,25 +171,63 @@ REVIEWS = Task(
     needs=("REVIEWS_MODEL", "REVIEWS_DATA"),
 )
 
+QUICKSTART = Task(
+    name="quickstart",
+    what="positive film reviews from a grammar, a model of 0.2 million parameters",
+    flags=_flags(12, 32, *REWARD_MODEL),
+    fixed_positions=16,
+    responses=128,
+    steps=30,
+    every=5,
+    # The model learns at rates that would break a large one.
+    rates=(5e-4, 1.5e-3, 4.5e-3),
+    search_kl=4.0,
+    kls=(1.0, 2.0, 4.0, 8.0),
+    least_rise=1.0,  # its standard deviation over the SFT model's responses
+    texts=("data/sft.jsonl",),
+    prepare=make_quickstart,
+)
+
+JUDGED_KLS = (3.0, 5.0, 8.0, 12.0, 16.0)
+
 TASKS = {
     task.name: task
     for task in (
-        Task(
-            name="quickstart",
-            what="positive film reviews from a grammar, a model of 0.2 million parameters",
-            flags=_flags(12, 32, *REWARD_MODEL),
-            fixed_positions=16,
-            responses=128,
-            steps=30,
-            every=5,
-            # The model learns at rates that would break a large one.
-            rates=(5e-4, 1.5e-3, 4.5e-3),
-            search_kl=4.0,
-            kls=(1.0, 2.0, 4.0, 8.0),
-            least_rise=1.0,  # its standard deviation over the SFT model's responses
-            texts=("data/sft.jsonl",),
-            prepare=make_quickstart,
+        replace(
+            REVIEWS,
+            name="judged_reviews",
+            what="film reviews by a Llama of 260,000 parameters; a reward model of 600 pairs",
+            prepare=judged.make_reviews,
+            rates=(1.5e-4, 4e-4),
+            kls=JUDGED_KLS,
+            judge="scripts.comparison.judges:sentences",
         ),
+        replace(
+            QUICKSTART,
+            name="judged_quickstart",
+            what="film reviews from a grammar, 0.2 million parameters; a reward model of 700 pairs, 15 % swapped",
+            prepare=judged.make_quickstart,
+            rates=(5e-4, 1.5e-3),
+            search_kl=8.0,
+            kls=JUDGED_KLS,
+            judge="scripts.comparison.judges:grammar",
+        ),
+        replace(
+            QUICKSTART,
+            name="judged_long",
+            what="three sentences of the grammar, 1.9 million parameters; a reward model of 1,500 pairs, 10 % swapped",
+            flags=_flags(12, 80, *REWARD_MODEL),
+            fixed_positions=45,
+            responses=64,
+            steps=24,
+            every=3,
+            rates=(2e-4, 6e-4),
+            search_kl=8.0,
+            kls=JUDGED_KLS,
+            prepare=judged.make_long,
+            judge="scripts.comparison.judges:three",
+        ),
+        QUICKSTART,
         REVIEWS,
         replace(
             REVIEWS,

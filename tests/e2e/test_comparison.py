@@ -13,7 +13,7 @@ import torch
 
 from engine.algorithms import DIALECTS, get_dialect
 from scripts import compare_dialects
-from scripts.comparison import judge, runs
+from scripts.comparison import judge, page, runs
 from scripts.comparison.entries import Entry, settings, step3_words
 from scripts.comparison.frontier import (
     Band,
@@ -99,6 +99,33 @@ def test_what_is_measured_of_answers(tmp_path):
     assert found["known_words"] == 5 / 6
 
 
+def test_what_a_judge_says_is_in_standard_deviations_of_the_sft_models():
+    names = ("score", "score_se", "kl", "kl_se", "response_length", "reward_right", "reward_right_se")
+    metrics = {f"eval/{name}": 0.25 for name in names}
+    rows = [{"response": "a", "tokens": 1, "reward_right": value} for value in (0.0, 0.0, 0.0, 1.0)]
+    first = policy_measures(metrics, rows, {"a"}, "right")
+    assert (first["judge"], first["judge_std"]) == (0.25, math.sqrt(3) / 4)
+    later = first | {"kl": 2.0, "judge": 0.25 + math.sqrt(3) / 2}
+    result = Result(True, "", 64, 30.0, 40.0, [first, later], [first])
+    assert result.course(False, "judge") == [Point(0.0, 0.0), Point(2.0, pytest.approx(2.0))]
+
+
+def test_a_judged_tasks_table_reads_the_reward_model_where_the_judge_is_best():
+    def row(kl, score, judge):
+        return evaluation(kl, score) | {"judge": judge, "judge_std": 1.0}
+
+    # At KL 4 twice: with a judge's value of 0.5 on its way out, and -0.25 on its way back.
+    course = [row(0.0, 0.0, 0.0), row(8.0, 2.0, 1.0), row(0.0, 6.0, -1.5)]
+    result = Result(True, "", 64, 30.0, 40.0, course, course)
+    entry = Compared("default", Search({}, 0.0, 1e-3), {1: result}, "judge")
+    task = dataclasses.replace(TASKS["judged_quickstart"], kls=(4.0, 9.0))
+    assert page.judged_table(task, [entry]).splitlines()[2:] == [
+        "| `default` | judge | 0.001 | 30 | 0.50 | - | 1.00 | 8.0 | 0.0 |",
+        "|  | reward model |  |  | 1.00 | - | 2.00 |  |  |",
+        "|  | bigrams a token |  |  | 0.250 | - | 0.250 |  |  |",
+    ]
+
+
 def test_a_policy_on_the_line_is_between_the_sft_model_and_the_last(monkeypatch):
     last = torch.nn.Linear(1, 2, bias=False)
     last.load_state_dict({"weight": torch.tensor([[3.0], [6.0]])})
@@ -156,15 +183,16 @@ def test_a_comparison_of_the_smallest_size(tiny_task, tmp_path, monkeypatch, in_
     monkeypatch.setitem(TASKS, "quickstart", dataclasses.replace(TASK, least_rise=-9.0))
     out = tmp_path / "out"
     words = ["default", "--tasks", "quickstart", "--models", f"quickstart={tiny_task}", "--output", str(out)]
-    words += ["--steps", "2", "--responses", "4", "--rates", "1e-3"]
+    words += ["--steps", "2", "--responses", "4", "--rates", "1e-3", "2e-3"]
 
     assert compare_dialects.main([*words, "--seeds", "1"]) == 0
-    assert len(in_this_process) == 4, "the search's run and the seed's, each judged"
+    assert len(in_this_process) == 5, "the search's runs and the seed's, each judged"
     assert compare_dialects.main([*words, "--seeds", "1", "2"]) == 0
-    assert len(in_this_process) == 6, "the second seed's run alone, and its judge"
+    assert len(in_this_process) == 7, "the second seed's run alone, and its judge"
     (entry,) = map(json.loads, (out / "results.jsonl").read_text().splitlines())
     assert (entry["task"], entry["label"]) == ("quickstart", "default")
-    assert entry["search"]["chosen"] == 1e-3
+    chosen = entry["search"]["chosen"]
+    assert chosen == choose({float(rate): score for rate, score in entry["search"]["scores"].items()})
     assert [len(result["evaluations"]) for result in entry["runs"].values()] == [3, 3]
     for result in entry["runs"].values():
         assert result["responses"] == 8
@@ -175,12 +203,12 @@ def test_a_comparison_of_the_smallest_size(tiny_task, tmp_path, monkeypatch, in_
         assert len({row["kl"] for row in result["line"]}) == 1 + len(LINE_SCALES), "each is another model"
         assert {"scale": 1.0} | result["evaluations"][2] == result["line"][-1] | {"step": 2, "responses": 8}
     assert (out / "quickstart.png").is_file()
-    assert "| `default` | 0.001 |" in (out / "comparison.md").read_text()
+    assert f"| `default` | {chosen:g} |" in (out / "comparison.md").read_text()
     assert not list(out.rglob("*.safetensors")), "the policies are judged and gone"
 
     words[0] = "default+line"
     assert compare_dialects.main([*words, "--seeds", "1", "2"]) == 0
-    assert len(in_this_process) == 6, "the same runs, read again"
+    assert len(in_this_process) == 7, "the same runs, read again"
     course, line = map(json.loads, (out / "results.jsonl").read_text().splitlines())
     assert line["label"] == "default+line" and line["runs"] == course["runs"]
 
