@@ -62,7 +62,9 @@ def put_weights(models: RLHFEngine, sft: dict[str, Tensor], folder: str, scale: 
     """Have the actor compute with the SFT model's weights plus `scale` times what another policy of its architecture
     departs from them."""
     other = load_policy(folder, torch.float32, what="policy").state_dict()
-    merged = other if scale == 1.0 else {name: sft[name].lerp(weight, scale) for name, weight in other.items()}
+    merged = (
+        other if scale == 1.0 else {name: sft[name].lerp(weight.to(sft[name]), scale) for name, weight in other.items()}
+    )
     models.actor.module.load_state_dict(merged)
     models.actor.version += 1  # copies of them are stale
 
