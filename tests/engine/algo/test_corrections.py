@@ -45,6 +45,9 @@ def test_ratios_are_finite_whatever_is_between_the_policies():
 def test_with_the_sampler_as_policy_every_correction_is_1():
     for correction in map(CORRECTIONS.get, BY_HAND):
         assert (correction.cut(correction.ratios(torch.zeros(2, 4), MASK), 1.0, 1.0) == 1).all()
+    for name, _ in KEPT:
+        ratios, cut = CORRECTIONS[name].weights(RATIOS, RATIOS, MASK, 0.0, 0.0)
+        assert (ratios == 1).all() and not cut.any()
 
 
 # Probabilities under policy and sampler. Total variations: 0.1, 0.02, and 0.002 at a ratio of 5. Binary KLs:
