@@ -259,7 +259,7 @@ CISPO = GRPO_TRL.override(
     surrogate="cispo",
     clip_range=1.0,  # no lower bound
     clip_range_high=4.0,  # the paper names no number
-    mini_batches=16,
+    mini_batches=16,  # off-policy updates of a rollout in the paper's section 3.1
 )
 
 # Gao et al. 2025, "Soft adaptive policy optimization" (arXiv 2511.20347), sections 3 and 5; and TRL's settings for it:
