@@ -192,7 +192,7 @@ def soft_surrogate(
             gradient falls.
 
     The other arguments are those of `clipped_surrogate`. Source: Gao et al. 2025, "Soft adaptive policy optimization"
-    (arXiv 2511.20347), section 3; `loss_type` "sapo" of TRL 1.16.0's GRPO; `compute_policy_loss_sapo` of verl 0.9.1.
+    (arXiv 2511.20347), eq. 5; `loss_type` "sapo" of TRL 1.16.0's GRPO; `compute_policy_loss_sapo` of verl 0.9.1.
     """
     log_ratio = masked_log_ratios(logprobs, old_logprobs, mask)
     positive, other = (torch.full_like(log_ratio, tau) for tau in temperatures)
