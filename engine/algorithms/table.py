@@ -262,7 +262,7 @@ CISPO = GRPO_TRL.override(
     mini_batches=16,  # off-policy updates of a rollout in the paper's section 3.1
 )
 
-# Gao et al. 2025, "Soft adaptive policy optimization" (arXiv 2511.20347), equation 5, section 5; and TRL's settings for it:
+# Gao et al. 2025, "Soft adaptive policy optimization" (arXiv 2511.20347), equation 5, section 5; and for it TRL's
 # loss_type "sapo", sapo_temperature_pos 1, sapo_temperature_neg 1.05
 SAPO = GRPO_TRL.override(name="sapo", surrogate="sapo", loss_scope="response", mini_batches=4)
 
