@@ -21,7 +21,7 @@ class PolicyLoss:
     `loss` has a gradient."""
 
     loss: Tensor
-    clipped: Tensor  # how many terms have the clipped loss as the larger one
+    clipped: Tensor  # how many terms have the clipped loss as the larger one; of CISPO how many ratios are clipped
     approxkl: Tensor  # (log ratio)^2 / 2, Schulman's k2 of old against new
     ratio: Tensor
     ratio_max: Tensor  # a maximum, not a sum
@@ -140,17 +140,78 @@ def _surrogate_sums(
     dual_clip: float | None,
     factors: tuple[Tensor | None, ...],
 ) -> PolicyLoss:
-    """The clipped surrogate, summed over `mask`; `log_ratio` is 0 outside the mask. factors: tensors by which each term
-    of the loss is multiplied; None for the factor 1."""
+    """The clipped surrogate, summed over `mask`; `log_ratio` is 0 outside the mask. factors: as in `_sums`."""
     ratio, (low, high) = log_ratio.exp(), clip_ranges
     plain = -advantages * (ratio if dual_clip is None else ratio.clamp(max=dual_clip))
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    still, losses = ratio.detach(), torch.maximum(plain, clipped)
+    return _sums(torch.maximum(plain, clipped), clipped > plain, log_ratio, mask, factors)
+
+
+def clipped_weight_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    clip_range: float,
+    correction: Tensor | None = None,
+    *,
+    clip_range_high: float | None = None,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
+    """CISPO: sum over tokens of -sg(clip(rho, 1 - clip_range, 1 + clip_range_high)) A log pi. sg stops the gradient.
+
+    The ratio rho is only a weight of the token's gradient. So each token keeps a gradient, however far its ratio is
+    from 1. With a clip_range of 1 there is no lower bound. Arguments: as for `clipped_surrogate`.
+
+    Source: MiniMax 2025, "MiniMax-M1" (arXiv 2506.13585), eq. 4 and 5; `loss_type` "cispo" of TRL 1.16.0's GRPO, whose
+    `epsilon_high` is the upper bound itself, 1 + clip_range_high; `compute_policy_loss_cispo` of verl 0.9.1.
+    """
+    log_ratio = masked_log_ratios(logprobs, old_logprobs, mask)
+    ratio, high = log_ratio.detach().exp(), clip_range if clip_range_high is None else clip_range_high
+    weight = ratio.clamp(1 - clip_range, 1 + high)
+    losses = -weight * advantages * torch.where(mask, logprobs, torch.zeros_like(logprobs))
+    return _sums(losses, weight != ratio, log_ratio, mask, (correction, weights))
+
+
+def soft_surrogate(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    temperatures: tuple[float, float],
+    correction: Tensor | None = None,
+    *,
+    weights: Tensor | None = None,
+) -> PolicyLoss:
+    """SAPO: sum over tokens of -A (4 / tau) sigmoid(tau (rho - 1)).
+
+    At rho = 1 the gradient is that of -A rho. It falls smoothly to 0 as rho moves away from 1 in either direction.
+
+    Args:
+        temperatures: tau of tokens whose A is positive, and tau of all others. The larger tau is, the sooner the
+            gradient falls.
+
+    The other arguments are those of `clipped_surrogate`. Source: Gao et al. 2025, "Soft adaptive policy optimization"
+    (arXiv 2511.20347), eq. 5; `loss_type` "sapo" of TRL 1.16.0's GRPO; `compute_policy_loss_sapo` of verl 0.9.1.
+    """
+    log_ratio = masked_log_ratios(logprobs, old_logprobs, mask)
+    positive, other = (torch.full_like(log_ratio, tau) for tau in temperatures)
+    tau = torch.where(advantages > 0, positive, other)
+    losses = -advantages * torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
+    return _sums(losses, torch.zeros_like(mask), log_ratio, mask, (correction, weights))
+
+
+def _sums(
+    losses: Tensor, clipped: Tensor, log_ratio: Tensor, mask: Tensor, factors: tuple[Tensor | None, ...]
+) -> PolicyLoss:
+    """The sums over `mask` of the terms of a loss and of their statistics. clipped: which terms count as clipped, bool.
+    factors: tensors by which each term of the loss is multiplied; None for the factor 1."""
+    still = log_ratio.detach().exp()
     for factor in factors:
         losses = losses if factor is None else losses * factor
     return PolicyLoss(
         loss=masked_sum(losses, mask),
-        clipped=masked_sum((clipped > plain).float(), mask),
+        clipped=masked_sum(clipped.float(), mask),
         approxkl=masked_sum(log_ratio.detach() ** 2 / 2, mask),
         ratio=masked_sum(still, mask),
         ratio_max=F.pad(torch.where(mask, still, torch.zeros_like(still)).flatten(), (0, 1)).max(),  # 0 of no rows

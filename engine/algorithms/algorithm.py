@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.algo.advantages import ESTIMATORS, AdvantageInputs, group_deviations, returns_to_go
-from engine.algo.corrections import CORRECTIONS, outside
+from engine.algo.corrections import CORRECTIONS
 from engine.algo.kl import AdaptiveKL, FixedKL, kl_estimate, measured_kl
 from engine.algo.masked import mean_and_variance, moments, whiten
 from engine.algo.rewards import (
@@ -388,9 +388,9 @@ class Algorithm:
         )
 
     def correction(self, logprobs: Tensor, rollout: Rollout) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Returns the importance weights of the policy's loss, (B, T) float32, and which ratios lay outside the bounds
-        and were cut, (B, T) bool. The weights correct for a sampler that differs slightly from the policy. Returns
-        (None, None) in a dialect without correction.
+        """Returns the importance weights of the policy's loss, (B, T) float32, and which of them were cut, (B, T) bool.
+        The weights correct for a sampler that differs slightly from the policy. Returns (None, None) in a dialect
+        without correction.
 
         Args:
             logprobs: (B, T) float32, from the actor's forward pass.
@@ -406,8 +406,7 @@ class Algorithm:
                 "rollout backend notes none. Take another --rollout_backend, or --set correction=none."
             )
         rule, bounds = CORRECTIONS[dialect.correction], (dialect.correction_min, dialect.correction_max)
-        ratios = rule.ratios(logprobs - rollout.logprobs, rollout.actions)
-        return rule.cut(ratios, *bounds), outside(ratios, *bounds)
+        return rule.weights(logprobs, rollout.logprobs, rollout.actions, *bounds)
 
     def measured_kl(self, experience: Experience, positions: Positions) -> Tensor:
         """The KL that the controller of the KL coefficient gets: (B,) float32, in nats. It is a sum over the response's

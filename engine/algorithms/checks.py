@@ -12,6 +12,7 @@ from collections.abc import Collection
 from functools import partial
 
 from engine.algo.advantages import ESTIMATORS
+from engine.algo.corrections import CORRECTIONS
 from engine.errors import UserError
 from engine.options import unmet
 
@@ -35,6 +36,7 @@ def check_relations(dialect) -> None:
     its_name = dialect.advantage_estimator.upper()
     grouped, in_groups = estimator.needs_groups, dialect.samples_per_prompt > 1
     one_ratio, endless = dialect.ratio != "token", dialect.sampling == "without_eos"
+    correction = CORRECTIONS.get(dialect.correction)
     sampler = dialect.old_logprobs == "sampler"
 
     # which models the dialect has, and how they learn
@@ -134,18 +136,28 @@ def check_relations(dialect) -> None:
             "loss_scope",
             "one ratio a response gives one loss a response, and 'optimizer_step' is their mean. Set it to that.",
         )
+    if one_ratio and dialect.surrogate != "clip":
+        refuse("surrogate", "it has one ratio a token. Set ratio to 'token', or surrogate to 'clip'.")
     highest = 1 + (dialect.clip_range if dialect.clip_range_high is None else dialect.clip_range_high)
     if dialect.dual_clip is not None and dialect.dual_clip <= highest:
         refuse(
             "dual_clip", f"it is for ratios that clipping leaves alone, over {highest:g}. Give more than that, or none."
         )
-    if dialect.correction != "none" and sampler:
+    if correction and sampler:
         refuse(
             "correction",
             "it makes up for the difference between old log-probs and the sampler's, and here they are one. Set "
             "old_logprobs to 'forward'.",
         )
-    if one_ratio and dialect.correction.startswith("token"):
+    if correction and correction.divergence and dialect.correction_max >= 1:
+        refuse(
+            "correction_max",
+            f"with correction {dialect.correction!r} it is the largest divergence of two probabilities. Give less than "
+            "1, such as 0.05.",
+        )
+    if not (correction and correction.divergence) and dialect.correction_max < 1:
+        refuse("correction_max", "as the upper bound of a ratio it must be at least 1.")
+    if one_ratio and correction and not correction.of_responses:
         refuse(
             "correction",
             "with one ratio a response there is one loss a response. Set it to 'sequence_truncate' or 'sequence_mask'.",
@@ -179,7 +191,7 @@ def check_effect(dialect, given: Collection[str]) -> None:
     if "clip_range_high" in given and dialect.clip_range_high == dialect.clip_range:
         refuse("clip_range_high", "clip_range is the same, upwards and downwards. Give another value, or leave it out.")
     if dialect.ppo_epochs * dialect.mini_batches == 1 and dialect.old_logprobs != "sampler":
-        for field in ("clip_range_high", "dual_clip"):
+        for field in ("surrogate", "gate_temperatures", "clip_range_high", "dual_clip"):
             if field in given and getattr(dialect, field) is not None:
                 refuse(
                     field,

@@ -299,16 +299,36 @@ class Dialect:
         choices=("token", "response", "response_mean"),
         group="losses",
     )
+    surrogate: str = choice(
+        "clip",
+        "the policy's loss. clip: PPO's, in which a token whose ratio is clipped has no gradient. cispo: the ratio, "
+        "clipped, only weights the token's gradient. sapo: the gradient falls smoothly as the ratio moves away from 1",
+        choices=("clip", "cispo", "sapo"),
+    )
+    gate_temperatures: tuple[float, float] = choice(
+        (1.0, 1.05),
+        "with surrogate=sapo: how fast the gradient falls, for tokens with positive and for tokens with negative "
+        "advantage",
+        above=0,
+        only_with="surrogate=sapo",
+    )
     clip_range: float = choice(
-        0.2, "the ratio is clipped to the range from 1 - this number to 1 + this number", above=0
+        0.2,
+        "the ratio is clipped to the range from 1 - this number to 1 + this number",
+        above=0,
+        only_with="surrogate=clip|cispo",
     )
     clip_range_high: float | None = choice(
         None,
         "upper clip range: the ratio is clipped at 1 + this number (DAPO's clip-higher); none: the same as clip_range",
         above=0,
+        only_with="surrogate=clip|cispo",
     )
     dual_clip: float | None = choice(
-        None, "upper bound of the ratio where the advantage is negative; none: no bound", above=0
+        None,
+        "upper bound of the ratio where the advantage is negative; none: no bound",
+        above=0,
+        only_with="surrogate=clip",
     )
     value_clip_range: float | None = choice(
         0.2,
@@ -347,7 +367,9 @@ class Dialect:
         "none",
         "importance sampling: multiply the policy's loss by the ratio of the old policy's probability to the "
         "sampler's, of each token or of the response (sequence). truncate: cut ratios to correction_min and "
-        "correction_max; mask: set those outside to 0. The old log-probs then come from a forward pass",
+        "correction_max; mask: set those outside to 0; binary_kl, tv: set each token's ratio to 0 where the divergence "
+        "of the two probabilities of the token (or its mean over the response) is over correction_max. The old "
+        "log-probs then come from a forward pass",
         choices=lambda: ("none", *CORRECTIONS),
         group="importance sampling",
     )
@@ -356,12 +378,13 @@ class Dialect:
         "with correction: a smaller ratio is cut to this number, or masked. IcePop uses 0.5",
         least=0,
         most=1,
-        only_with="correction",
+        only_with="correction=token_truncate|token_mask|sequence_truncate|sequence_mask",
     )
     correction_max: float = choice(
         2.0,
-        "with correction: a larger ratio is cut to this number, or masked. verl uses 2",
-        least=1,
+        "with correction: a larger ratio is cut to this number, or masked. verl uses 2. With binary_kl and tv: the "
+        "largest divergence at which a ratio is kept, less than 1",
+        above=0,
         only_with="correction",
     )
 

@@ -14,6 +14,7 @@ from engine.algo.losses import (
     ValueLoss,
     clipped_surrogate,
     clipped_value_loss,
+    clipped_weight_loss,
     entropy_sum,
     kl_loss,
     loss_weights,
@@ -21,6 +22,7 @@ from engine.algo.losses import (
     response_clipped_surrogate,
     response_log_ratios,
     shares_of_responses,
+    soft_surrogate,
 )
 from engine.algo.rewards import valid_responses
 from engine.algorithms.dialect import Dialect
@@ -59,15 +61,17 @@ class Losses:
         dialect = self.dialect
         means, mean_ratio = dialect.loss_scope == "response", dialect.ratio == "response_mean"
         shares = shares_of_responses(mask) if means or mean_ratio else None
-        if dialect.ratio == "token":
+        given, high = (logprobs, old_logprobs, advantages, mask), dialect.clip_range_high
+        if dialect.surrogate == "sapo":
+            sums = soft_surrogate(*given, dialect.gate_temperatures, correction, weights=shares)
+        elif dialect.surrogate == "cispo":
+            sums = clipped_weight_loss(*given, dialect.clip_range, correction, clip_range_high=high, weights=shares)
+        elif dialect.ratio == "token":
             sums = clipped_surrogate(
-                logprobs,
-                old_logprobs,
-                advantages,
-                mask,
+                *given,
                 dialect.clip_range,
                 correction,
-                clip_range_high=dialect.clip_range_high,
+                clip_range_high=high,
                 dual_clip=dialect.dual_clip,
                 weights=shares,
             )
@@ -83,7 +87,7 @@ class Losses:
                 dialect.clip_range,
                 counted,
                 None if correction is None else correction[:, 0],
-                clip_range_high=dialect.clip_range_high,
+                clip_range_high=high,
                 dual_clip=dialect.dual_clip,
                 mean=mean_ratio,
             )

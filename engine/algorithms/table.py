@@ -252,6 +252,20 @@ GSPO = GRPO_TRL.override(
     mini_batches=4,
 )
 
+# MiniMax 2025, "MiniMax-M1" (arXiv 2506.13585), equations 4 and 5, section 3.1; and TRL's settings for it: loss_type
+# "cispo", epsilon_high 5
+CISPO = GRPO_TRL.override(
+    name="cispo",
+    surrogate="cispo",
+    clip_range=1.0,  # no lower bound
+    clip_range_high=4.0,  # the paper names no number
+    mini_batches=16,  # off-policy updates of a rollout in the paper's section 3.1
+)
+
+# Gao et al. 2025, "Soft adaptive policy optimization" (arXiv 2511.20347), equation 5, section 5; and for it TRL's
+# loss_type "sapo", sapo_temperature_pos 1, sapo_temperature_neg 1.05
+SAPO = GRPO_TRL.override(name="sapo", surrogate="sapo", loss_scope="response", mini_batches=4)
+
 # OpenRLHF 0.11.2, --algo.advantage.estimator reinforce: trainer/ppo_utils/experience_maker.py, models/loss.py, and the
 # defaults of cli/train_ppo_ray.py; Hu et al. 2025, "REINFORCE++" (arXiv 2501.03262)
 REINFORCE_PP = Dialect(
@@ -298,7 +312,7 @@ RLOO = GRPO_TRL.override(
     ratio="response",
 )
 
-GROUP_DIALECTS = (GRPO, GRPO_TRL, DR_GRPO, DAPO, GSPO, REINFORCE_PP, REINFORCE_PP_BASELINE, RLOO)
+GROUP_DIALECTS = (GRPO, GRPO_TRL, DR_GRPO, DAPO, GSPO, CISPO, SAPO, REINFORCE_PP, REINFORCE_PP_BASELINE, RLOO)
 
 DIALECTS = {
     dialect.name: dialect
@@ -328,6 +342,9 @@ NOTES = {
     "mean over all tokens of an optimizer step. It draws three times a step's prompts at once, and ends the run where "
     "ten such batches have too few groups that differ; here a batch is a step's, which goes on with what it has",
     "gspo": "the paper names no group size and no learning rate; these are TRL's",
+    "cispo": "the paper names no bound of the ratio, no group size and no learning rate; these are TRL's. The paper "
+    "also draws until scores differ and penalises length, as DAPO: here dynamic_sampling=10 overlong_buffer=0.2",
+    "sapo": "the group size and the learning rate are TRL's",
     "reinforce_pp": _OPENRLHF,
     "reinforce_pp_baseline": f"{_OPENRLHF}. It clips scores less their group's mean to plus or minus 10, which is not "
     "done here. With kl_in 'reward' its group's mean is without the KL; here it would be with it. Its script also "

@@ -51,6 +51,12 @@ CASES = {  # name: (dialect, fields changed, version)
         {"mini_batches": 2},
         partial(sources.trl_grpo, level="sequence", loss_type="grpo", epsilon=3e-4, epsilon_high=4e-4),
     ),
+    "cispo": (
+        "cispo",
+        {"clip_range_high": 0.05, "mini_batches": 2},
+        partial(sources.trl_grpo, loss_type="cispo", epsilon_high=1.05),
+    ),
+    "sapo": ("sapo", {"mini_batches": 2}, partial(sources.trl_grpo, loss_type="sapo")),
     "reinforce_pp": ("reinforce_pp", {"mini_batches": 2}, partial(sources.openrlhf, baseline=False, kl_coef=0.01)),
     "reinforce_pp_baseline": (
         "reinforce_pp_baseline",

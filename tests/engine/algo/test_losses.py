@@ -11,6 +11,7 @@ import torch
 from engine.algo.losses import (
     clipped_surrogate,
     clipped_value_loss,
+    clipped_weight_loss,
     kl_loss,
     loss_weights,
     masked_log_ratios,
@@ -20,6 +21,7 @@ from engine.algo.losses import (
     response_clipped_surrogate,
     response_log_ratios,
     shares_of_responses,
+    soft_surrogate,
     went_too_far,
 )
 
@@ -301,6 +303,49 @@ def test_a_dual_clip_bounds_what_a_negative_advantage_costs():
     new = torch.tensor([[3.0], [3.0]]).log()
     whole = response_clipped_surrogate(new, 0 * new, torch.tensor([1.0, -1.0]), everywhere(new), 0.2, dual_clip=2.0)
     assert whole.loss.item() == pytest.approx(-1.2 + 2.0, abs=1e-6)
+
+
+# Three tokens of ratio 2, 0.5 and 4, and one that does not count, whatever stands there.
+NEW, OLD = row(-1.0, -2.0, -0.5, NAN), row(-1 - math.log(2), -2 + math.log(2), -0.5 - math.log(4), INF)
+A, COUNTED = row(3.0, -1.0, -2.0, NAN), torch.tensor([[True, True, True, False]])
+
+
+@pytest.mark.parametrize(
+    "options, ratios, clipped",
+    [
+        ({"clip_range": 1.0, "clip_range_high": 2.0}, [2.0, 0.5, 3.0], 1),  # no lower bound, none for A's sign
+        ({"clip_range": 0.2}, [1.2, 0.8, 1.2], 3),
+    ],
+)
+def test_cispo_weighs_the_log_prob_with_the_clipped_ratio_by_hand(options, ratios, clipped):
+    # The loss is -ratio x A x log-prob, with half of it for the last token; so its gradient is -ratio x A.
+    new = NEW.clone().requires_grad_()
+    sums = clipped_weight_loss(new, OLD, A, COUNTED, correction=row(1.0, 1.0, 0.5, 1.0), **options)
+    sums.loss.backward()
+    gradient = [-3 * ratios[0], ratios[1], 2 * 0.5 * ratios[2]]
+    assert sums.loss.item() == pytest.approx(-gradient[0] - 2 * gradient[1] - 0.5 * gradient[2], abs=1e-5)
+    assert new.grad[0].tolist() == pytest.approx([*gradient, 0.0], abs=1e-5)
+    assert (sums.clipped, sums.count) == (clipped, 3)
+    assert sums.ratio.item() == pytest.approx(6.5, abs=1e-5) and sums.ratio_max.item() == pytest.approx(4.0)
+
+
+def test_sapos_gate_by_hand():
+    # tau is 1 for the first, 2 for the others: gates 4 s(1), 2 s(-1), 2 s(6); slopes 4 s (1 - s) times 2, 0.5, 4
+    new, s = NEW.clone().requires_grad_(), lambda x: 1 / (1 + math.exp(-x))
+    sums = soft_surrogate(new, OLD, A, COUNTED, (1.0, 2.0), weights=row(0.5))
+    sums.loss.backward()
+    assert sums.loss.item() == pytest.approx(0.5 * (-3 * 4 * s(1) + 2 * s(-1) + 2 * 2 * s(6)), abs=1e-5)
+    slopes = [4 * s(x) * s(-x) * ratio for x, ratio in ((1, 2.0), (-1, 0.5), (6, 4.0))]
+    expected = [0.5 * -3 * slopes[0], 0.5 * slopes[1], 0.5 * 2 * slopes[2], 0.0]
+    assert new.grad[0].tolist() == pytest.approx(expected, abs=1e-5)
+    assert (sums.clipped, sums.count) == (0, 3)
+
+
+@pytest.mark.parametrize("loss", [lambda *g: clipped_weight_loss(*g, 0.2), lambda *g: soft_surrogate(*g, (1.0, 1.05))])
+def test_at_a_ratio_of_1_their_gradient_is_ppos(loss):
+    new = OLD[:, :3].clone().requires_grad_()
+    loss(new, OLD[:, :3], A[:, :3], COUNTED[:, :3]).loss.backward()
+    assert new.grad[0].tolist() == pytest.approx([-3.0, 1.0, 2.0], abs=1e-6)
 
 
 def test_the_geometric_mean_of_a_responses_ratios_by_hand():

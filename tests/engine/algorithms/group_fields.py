@@ -93,6 +93,8 @@ GROUPS = {
         "decay": "all",
     },
     "gspo": GRPO_TRL | {"ratio": "response_mean", "clip_range": 3e-4, "clip_range_high": 4e-4, "mini_batches": 4},
+    "cispo": GRPO_TRL | {"surrogate": "cispo", "clip_range": 1.0, "clip_range_high": 4.0, "mini_batches": 16},
+    "sapo": GRPO_TRL | {"surrogate": "sapo", "loss_scope": "response", "mini_batches": 4},
     "reinforce_pp": OPENRLHF
     | {
         "kl_coef": 0.01,

@@ -89,6 +89,7 @@ def trl_grpo(
     delta: float | None = None,
     beta: float = 0.0,
     max_length: int = 0,
+    temperatures: tuple[float, float] = (1.0, 1.05),
 ) -> tuple[list, Tensor]:
     """`_generate_and_score_completions` and `_compute_loss` of TRL 1.16.0's GRPO trainer."""
     rewards = [row.score for row in rows]
@@ -105,14 +106,21 @@ def trl_grpo(
         coef_2 = coef_1.clamp(1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high))
         if delta is not None:
             coef_1 = coef_1.clamp(max=delta)
-        losses.append((-torch.minimum(coef_1 * a, coef_2 * a) + beta * kl) * row.learned)
+        if loss_type == "cispo":  # its epsilon_high is the bound itself
+            terms = coef_1.detach().clamp(max=epsilon_high) * a * row.new
+        elif loss_type == "sapo":
+            tau = temperatures[0] if a > 0 else temperatures[1]
+            terms = a * 4 / (tau * (1 + (tau * (1 - coef_1)).exp()))
+        else:
+            terms = torch.minimum(coef_1 * a, coef_2 * a)
+        losses.append((beta * kl - terms) * row.learned)
     tokens = [len(row.new) * row.learned for row in rows]
-    if loss_type == "dapo":
+    if loss_type in ("dapo", "cispo"):
         inside = [i for part in step for i in part]
         return by_token(rows, advantages), sum(losses[i].sum() for i in inside) / sum(tokens[i] for i in inside)
     parts = []
     for part in step:
-        if loss_type == "grpo":
+        if loss_type in ("grpo", "sapo"):
             parts.append(sum(losses[i].sum() / max(tokens[i], 1) for i in part) / len(part))
         elif loss_type == "bnpo":
             parts.append(sum(losses[i].sum() for i in part) / sum(tokens[i] for i in part))

@@ -56,6 +56,8 @@ DEEPSPEED_CHAT = {  # microsoft/DeepSpeedExamples 83757d9c, applications/DeepSpe
     "whiten_over": "all_ranks",
     "whiten_variance": "biased",
     "ratio": "token",
+    "surrogate": "clip",
+    "gate_temperatures": (1.0, 1.05),
     "clip_range": 0.2,
     "clip_range_high": None,
     "dual_clip": None,

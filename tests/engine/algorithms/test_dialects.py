@@ -72,6 +72,14 @@ def test_an_unknown_field_is_refused_with_the_nearest():
             "correction 'token': known are none, token_truncate, token_mask, sequence_",
         ),
         ("default", {"correction_min": 1.5}, "correction_min 1.5: must be at most 1."),
+        ("default", {"correction_max": 0.5}, "correction_max 0.5: as the upper bound of a ratio it must be at least 1"),
+        ("default", {"correction": "token_tv"}, "correction_max 2.0: with correction 'token_tv' it is the largest"),
+        (
+            "gspo",
+            {"correction": "sequence_binary_kl", "correction_max": 0.01},
+            "correction 'sequence_binary_kl': with one ratio a response",
+        ),
+        ("rloo", {"surrogate": "sapo"}, "surrogate 'sapo': it has one ratio a token. Set ratio to 'token'"),
         (
             "default",
             {"correction": "token_mask", "old_logprobs": "sampler"},
@@ -301,6 +309,15 @@ ONE_UPDATE = "there is one optimizer step a rollout, in which every ratio is 1"
     [
         ("grpo_trl", {"clip_range_high": 0.3}, "clip_range_high", f"clip_range_high 0.3: {ONE_UPDATE}"),
         ("grpo_trl", {"dual_clip": 3.0}, "dual_clip", f"dual_clip 3.0: {ONE_UPDATE}"),
+        ("grpo_trl", {"surrogate": "cispo"}, "surrogate", f"surrogate 'cispo': {ONE_UPDATE}"),
+        ("cispo", {"dual_clip": 7.0}, "dual_clip", "dual_clip 7.0: it has no effect where surrogate is 'cispo'."),
+        ("sapo", {"clip_range": 0.1}, "clip_range", "clip_range 0.1: it has no effect where surrogate is 'sapo'."),
+        (
+            "default",
+            {"correction": "sequence_tv", "correction_max": 0.1},
+            "correction_min",
+            "correction_min 0.0: it has no effect where correction is 'sequence_tv'.",
+        ),
         ("dapo", {"clip_range_high": 0.2}, "clip_range_high", "clip_range_high 0.2: clip_range is the same"),
         (
             "dr_grpo",
@@ -376,10 +393,10 @@ def test_the_table_has_all_fields_of_all_dialects():
     assert [row.split()[0] for row in rows] == [field.name for field in dataclasses.fields(Dialect)][1:]
     by_name = {row.split()[0]: row.split()[1:] for row in rows}
     assert by_name["kl_coef"] == (
-        ["0.1", "0.1", "0.02", "0.15", "0.05", "0.001", "0.05", "0.05", "0.04", *["0"] * 4, "0.01", "1e-05", "0.05"]
+        ["0.1", "0.1", "0.02", "0.15", "0.05", "0.001", "0.05", "0.05", "0.04", *["0"] * 6, "0.01", "1e-05", "0.05"]
     )
-    assert by_name["score_clip"] == ["5", "5", "5", "-", "-", "10", *["-"] * 7, "10", "-", "-"]
-    assert by_name["whiten_rewards"] == ["no", "no", "no", "yes", *["no"] * 12]
+    assert by_name["score_clip"] == ["5", "5", "5", "-", "-", "10", *["-"] * 9, "10", "-", "-"]
+    assert by_name["whiten_rewards"] == ["no", "no", "no", "yes", *["no"] * 14]
 
 
 def test_two_dialects_only_where_they_differ():

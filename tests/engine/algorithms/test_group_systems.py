@@ -73,6 +73,20 @@ CASES = {
         {"clip_range": 0.1, "clip_range_high": 0.15, **TRL},
         MASKED,
     ),
+    "cispo": Case("cispo", partial(sources.trl_grpo, loss_type="cispo", epsilon_high=5.0), masked=MASKED),
+    "cispo, narrow and with a penalty": Case(
+        "cispo",
+        partial(sources.trl_grpo, loss_type="cispo", epsilon_high=1.1, beta=0.04),
+        {"clip_range_high": 0.1, **TRL},
+        MASKED,
+    ),
+    "sapo": Case("sapo", partial(sources.trl_grpo, loss_type="sapo"), masked=MASKED),
+    "sapo, other temperatures": Case(
+        "sapo",
+        partial(sources.trl_grpo, loss_type="sapo", temperatures=(0.5, 3.0), beta=0.04),
+        {"gate_temperatures": (0.5, 3.0), **TRL},
+        MASKED,
+    ),
     "reinforce_pp": Case("reinforce_pp", partial(sources.openrlhf, baseline=False, kl_coef=0.01)),
     "reinforce_pp_baseline": Case(
         "reinforce_pp_baseline", partial(sources.openrlhf, baseline=True, kl_coef=0.3), {"kl_coef": 0.3}
