@@ -3,13 +3,18 @@
 Paths, lengths and the number of steps are changed, and nothing else.
 """
 
+import json
+import re
+import runpy
+
 import pytest
 
 from scripts.harness.programs import command_line, metric_lines, run_words
-from tests.test_docs_flags import commands
+from tests.test_docs_flags import DOCS, commands
 
 PAGES = ("from_trl", "from_openrlhf", "from_trlx", "from_verl", "from_ms_swift")
 COMMANDS = [(page, number) for page in PAGES for number in range(len(commands(page)[1]))]
+COMMANDS += [("port_trl_ppo", 0)]
 
 
 @pytest.fixture
@@ -30,3 +35,32 @@ def test_a_ported_command_trains(page, number, tiny, prompts, tmp_path, monkeypa
     sizes = {"max_steps": 1, "max_prompt_seq_len": 6, "max_answer_seq_len": 8, "dtype": "fp32"}
     assert run_words(3, words + command_line(here | sizes)) == 0
     assert [line["step"] for line in metric_lines(tmp_path / "out")] == [0, 1]
+
+
+def test_a_ported_data_script_and_reward_object_are_those_of_the_run(tiny, tmp_path, monkeypatch):
+    """docs/port_trl_ppo.md: its two files and its last command, on tiny models."""
+    page = (DOCS / "port_trl_ppo.md").read_text(encoding="utf-8")
+    files = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", page, flags=re.DOTALL))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hub").mkdir()
+    lines = [{"prompt": f" w{i + 10} w{i + 11}\n", "completion": "w04"} for i in range(40)]
+    (tmp_path / "hub" / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    changes = {
+        '"trl-internal-testing/descriptiveness-sentiment-trl-style"': '"hub"',
+        '"descriptiveness"': '"train"',
+        '["bright", "cold", "narrow", "silent"]': '["w05", "w06", "w07"]',
+    }
+    for name, text in files.items():
+        for theirs, ours in changes.items():
+            text = text.replace(theirs, ours)
+        (tmp_path / name).write_text(text)
+    runpy.run_path("prompts.py")
+    prompts = [json.loads(line)["prompt"] for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert prompts == [line["prompt"].strip() for line in lines]
+    here = {"actor_model_name_or_path": tiny.folder / "sft", "num_eval_prompts": 8, "max_steps": 1}
+    here |= {"max_prompt_seq_len": 6, "max_answer_seq_len": 8, "dtype": "fp32"}
+    here |= {"per_device_generation_batch_size": 8, "per_device_training_batch_size": 8}
+    assert run_words(3, commands("port_trl_ppo")[1][1] + command_line(here)) == 0
+    samples = [json.loads(line) for line in (tmp_path / "out/ppo/samples/after.jsonl").read_text().splitlines()]
+    assert len(samples) == 8
+    assert all(row["score"] == sum(row["response"].split().count(w) for w in ("w05", "w06", "w07")) for row in samples)
