@@ -23,7 +23,7 @@ from engine.models.lora import ALL_LINEAR, LoraSpec
 from engine.models.model_paths import same_model
 from engine.reward.server import FORMS, OWN_FIELDS, ServerSettings
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage, refuse_offload_of_roles, stage_of_file
-from training.config.algorithm import MOVING, AlgorithmFlags, ReferenceFlags
+from training.config.algorithm import MOVING, ReferenceFlags
 from training.config.environment import EnvironmentFlags
 from training.config.flags import REQUIRED, ProgramFlags, RunFlags, flag
 
@@ -198,8 +198,8 @@ class RoleLoraFlags(LoraFlags):
 
 
 @dataclass(kw_only=True)
-class RewardFunctionFlags(RunFlags):
-    """The flags of the score's parts that do not come from the reward model, and of the parts' weights."""
+class FunctionFlags(RunFlags):
+    """The flags of reward functions. Step 3 and measuring programs share them."""
 
     reward_function: list[str] = flag(
         [],
@@ -208,13 +208,6 @@ class RewardFunctionFlags(RunFlags):
         "prompts and responses as texts, and columns of the data; it returns one number for each response, or numbers "
         "for its steps (docs/step_rewards.md)",
         group="rewards",
-    )
-    reward_weights: list[float] = flag(
-        [],
-        "weights in the score: one for each --reward_function, then one for the reward server, then one for the "
-        "environment; by default 1. With weight 0 a function is only measured. The reward models' weights are "
-        "--reward_model_weight",
-        only_with=("reward_function", "reward_url", "environment"),
     )
     answer_column: str | None = flag(
         None,
@@ -226,6 +219,30 @@ class RewardFunctionFlags(RunFlags):
         "regular expression that a whole response has to match, for format; by default reasoning in <think> tags "
         "and an answer in <answer> tags",
         only_with="reward_function=format",
+    )
+
+    def validate(self) -> None:
+        """Raise UserError if a function is given twice, or if --response_format is not a valid regular expression."""
+        super().validate()
+        refuse_twice(self, "reward_function")
+        try:
+            re.compile(self.response_format or "")
+        except re.error as error:
+            raise UserError(
+                f"--response_format {self.response_format}: is not a regular expression ({error}). Correct the pattern."
+            ) from None
+
+
+@dataclass(kw_only=True)
+class RewardFunctionFlags(FunctionFlags):
+    """The flags of the score's parts that do not come from the reward model, and of the parts' weights."""
+
+    reward_weights: list[float] = flag(
+        [],
+        "weights in the score: one for each --reward_function, then one for the reward server, then one for the "
+        "environment; by default 1. With weight 0 a function is only measured. The reward models' weights are "
+        "--reward_model_weight",
+        only_with=("reward_function", "reward_url", "environment"),
     )
     overlap_rewards: bool = flag(
         False,
@@ -242,12 +259,6 @@ class RewardFunctionFlags(RunFlags):
         "standard deviation, of the first responses that are scored, unless step 2 normalised them",
     )
     length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response")
-
-    def validate(self) -> None:
-        """Raise UserError if a function is given twice, or if --response_format is not a valid regular expression."""
-        super().validate()
-        refuse_twice(self, "reward_function")
-        check_format(self.response_format)
 
 
 def refuse_twice(args: ProgramFlags, name: str) -> None:
@@ -270,16 +281,6 @@ def check_reward_models(args: ProgramFlags, models: Sequence[str]) -> None:
             f"{len(models)} reward model{'s' * (len(models) > 1)}, {', '.join(models)}. Give one for each, in this "
             "order, or none."
         )
-
-
-def check_format(pattern: str | None) -> None:
-    """Raise UserError if --response_format is not a valid regular expression."""
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise UserError(
-            f"--response_format {pattern}: is not a regular expression ({error}). Correct the pattern."
-        ) from None
 
 
 @dataclass(kw_only=True)
@@ -359,9 +360,6 @@ class RewardServerFlags(ServerFlags, EnvironmentFlags, RewardFunctionFlags):
                 "--overlap_rewards with --environment: conversations are scored when all of them have ended. Leave it "
                 "out."
             )
-        self._check_weights()
-
-    def _check_weights(self) -> None:
         models = self.reward_paths
         check_reward_models(self, models)
         weights, others = self.reward_weights, self.other_rewards
@@ -420,10 +418,7 @@ def check_reward_url(url: str) -> None:
 
 
 @dataclass(kw_only=True)
-# All bases are named to keep the order in which --help lists the flags.
-class ModelFlags(
-    RoleLoraFlags, ReferenceFlags, RewardServerFlags, ServerFlags, EnvironmentFlags, RewardFunctionFlags, AlgorithmFlags
-):
+class ModelFlags(RewardServerFlags, RoleLoraFlags, ReferenceFlags):
     """The flags of step 3's models, of their adapters and of their engines."""
 
     actor_model_name_or_path: str = flag(

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from engine.errors import UserError, shortened
@@ -33,7 +32,7 @@ from engine.reward.base import (
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
 from engine.reward.function import FunctionReward, Signature
 from engine.reward.server import ServerReward
-from training.config.models import SCORE, RewardServerFlags
+from training.config.models import SCORE, FunctionFlags, RewardServerFlags
 from training.data.examples import Prompts
 from training.reporting.standard_errors import ENDINGS
 
@@ -245,12 +244,10 @@ def check_held_out_number(args: RewardServerFlags, flag: str, functions: Mapping
     parts = score_parts(args)
     alone = len(parts) == 1 and parts[0].weight == 1.0 and not args.length_penalty
     known = [SCORE, *(f"eval/reward_{part.name}" for part in parts if not alone)]
-    others = [f"eval/{name}" for name in HELD_OUT]
-    averaged = (
-        [name.replace("/", "/ema_") for name in (*known, *others)] if getattr(args, "keeps_average", False) else []
-    )
     given = getattr(args, flag)
-    if given not in (*known, *others, *averaged) and not any(map(is_source, functions.values())):
+    if getattr(args, "keeps_average", False):
+        given = given.replace("eval/ema_", "eval/")
+    if given not in (*known, *(f"eval/{name}" for name in HELD_OUT)) and not any(map(is_source, functions.values())):
         raise UserError(
             f"{args.word(flag)}: no held-out number has this name. Of scores there are {', '.join(known)}; "
             "docs/metrics_responses.md lists the others."
@@ -308,14 +305,7 @@ def load_functions(args: RewardServerFlags) -> dict[str, Callable]:
     return functions
 
 
-class BuiltInFlags(Protocol):
-    """The flags that the built-in functions read."""
-
-    answer_column: str | None
-    response_format: str | None
-
-
-def load_given(name: str, args: BuiltInFlags) -> Callable:
+def load_given(name: str, args: FunctionFlags) -> Callable:
     """The built-in function of this name, or the user's function. Raises UserError if it cannot be loaded."""
     if name not in BUILT_IN:
         return load_function(name)

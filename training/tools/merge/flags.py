@@ -94,11 +94,6 @@ class MergeFlags(MeasuringFlags, RewardServerFlags):
             raise UserError("there is nothing to do: give --data_path to measure scales, --scale to save one, or both.")
 
     @property
-    def chooses(self) -> bool:
-        """Whether the measurements choose the scale that is saved."""
-        return self.choose_by is not None or self.max_kl is not None
-
-    @property
     def measured_scales(self) -> list[float]:
         """The scales to measure, in rising order, including 0 (the SFT model) and --scale; [] without prompts."""
         chosen = [] if self.scale is None else [self.scale]
