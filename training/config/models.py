@@ -7,7 +7,6 @@ the head; in OPT these are the same layers.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -269,20 +268,6 @@ def refuse_twice(args: ProgramFlags, name: str) -> None:
         raise UserError(f"{args.word(name)}: {without_query(twice)} is given twice. Give it once.")
 
 
-def check_reward_models(args: ProgramFlags, models: Sequence[str]) -> None:
-    """Raise UserError if one of these reward models is given twice, or if --reward_model_weight does not fit their
-    number."""
-    if twice := next((pair for pair in combinations(models, 2) if same_model(*pair)), None):
-        raise UserError(f"--reward_model_name_or_path: {' and '.join(twice)} are the same model. Give it once.")
-    count = len(args.reward_model_weight)
-    if models and count not in (0, len(models)):
-        raise UserError(
-            f"{args.word('reward_model_weight')}: {count} weight{'s' * (count > 1)} for "
-            f"{len(models)} reward model{'s' * (len(models) > 1)}, {', '.join(models)}. Give one for each, in this "
-            "order, or none."
-        )
-
-
 @dataclass(kw_only=True)
 class ServerFlags(RunFlags):
     """The flags of reward servers. Step 3 and measuring programs share them."""
@@ -353,7 +338,8 @@ class RewardServerFlags(ServerFlags, EnvironmentFlags, RewardFunctionFlags):
     """The flags of all that scores in step 3 and at merging, besides reward models, and of the parts' weights."""
 
     def validate(self) -> None:
-        """Raise UserError for weights that do not fit the rewards, and for early scores of conversations."""
+        """Raise UserError for a reward model that is given twice, for weights that do not fit the rewards, and for
+        early scores of conversations."""
         super().validate()
         if self.overlap_rewards and self.environment is not None:
             raise UserError(
@@ -361,7 +347,15 @@ class RewardServerFlags(ServerFlags, EnvironmentFlags, RewardFunctionFlags):
                 "out."
             )
         models = self.reward_paths
-        check_reward_models(self, models)
+        if twice := next((pair for pair in combinations(models, 2) if same_model(*pair)), None):
+            raise UserError(f"--reward_model_name_or_path: {' and '.join(twice)} are the same model. Give it once.")
+        count = len(self.reward_model_weight)
+        if models and count not in (0, len(models)):
+            raise UserError(
+                f"{self.word('reward_model_weight')}: {count} weight{'s' * (count > 1)} for "
+                f"{len(models)} reward model{'s' * (len(models) > 1)}, {', '.join(models)}. Give one for each, in this "
+                "order, or none."
+            )
         weights, others = self.reward_weights, self.other_rewards
         if weights and len(weights) != len(others):
             parts = [*self.reward_function, *["the reward server"] * bool(self.reward_url)]

@@ -280,16 +280,13 @@ def build_reward(
     (alone, weight), *others = weighted.values()
     if not others and weight == 1.0 and not args.length_penalty:
         return alone
-    made_comparable = standardised(models, args.raw_reward_scores)
-    return CombinedReward(weighted, length_penalty=args.length_penalty, standardised=made_comparable)
-
-
-def standardised(models: Mapping[str, RewardModel], raw: bool) -> dict[str, Standardisation]:
-    """{name: Standardisation} of the reward models whose scores are made comparable: of several, those whose folders do
-    not normalise them. raw: whether all scores are taken as they are."""
-    if raw or len(models) < 2:
-        return {}
-    return {name: Standardisation(f"the reward model {name}") for name, model in models.items() if not model.normalised}
+    comparable = args.raw_reward_scores or len(models) < 2
+    standardised = {
+        name: Standardisation(f"the reward model {name}")
+        for name, model in models.items()
+        if not (comparable or model.normalised)
+    }
+    return CombinedReward(weighted, length_penalty=args.length_penalty, standardised=standardised)
 
 
 def load_functions(args: RewardServerFlags) -> dict[str, Callable]:
