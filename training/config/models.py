@@ -232,34 +232,6 @@ class FunctionFlags(RunFlags):
             ) from None
 
 
-@dataclass(kw_only=True)
-class RewardFunctionFlags(FunctionFlags):
-    """The flags of the score's parts that do not come from the reward model, and of the parts' weights."""
-
-    reward_weights: list[float] = flag(
-        [],
-        "weights in the score: one for each --reward_function, then one for the reward server, then one for the "
-        "environment; by default 1. With weight 0 a function is only measured. The reward models' weights are "
-        "--reward_model_weight",
-        only_with=("reward_function", "reward_url", "environment"),
-    )
-    overlap_rewards: bool = flag(
-        False,
-        "score finished responses, in threads, while others are still drawn. The score of a response must not "
-        "depend on other responses",
-        only_with=("reward_function", "reward_url"),
-    )
-    reward_model_weight: list[float] = flag(
-        [], "weights of the reward models in the score, one for each; by default 1. With weight 0 one is only measured"
-    )
-    raw_reward_scores: bool = flag(
-        False,
-        "take the scores of several reward models as they are. By default each model's become (score - mean) / "
-        "standard deviation, of the first responses that are scored, unless step 2 normalised them",
-    )
-    length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response")
-
-
 def refuse_twice(args: ProgramFlags, name: str) -> None:
     """Raise UserError if the list of the flag `name` has the same item twice."""
     values = getattr(args, name)
@@ -334,8 +306,32 @@ class ServerFlags(RunFlags):
 
 
 @dataclass(kw_only=True)
-class RewardServerFlags(ServerFlags, EnvironmentFlags, RewardFunctionFlags):
-    """The flags of all that scores in step 3 and at merging, besides reward models, and of the parts' weights."""
+class ScoreFlags(ServerFlags, EnvironmentFlags, FunctionFlags):
+    """The flags of the parts of step 3's and merging's score besides reward models, and of all parts' weights."""
+
+    reward_weights: list[float] = flag(
+        [],
+        "weights in the score: one for each --reward_function, then one for the reward server, then one for the "
+        "environment; by default 1. With weight 0 a function is only measured. The reward models' weights are "
+        "--reward_model_weight",
+        only_with=("reward_function", "reward_url", "environment"),
+        group="rewards",
+    )
+    overlap_rewards: bool = flag(
+        False,
+        "score finished responses, in threads, while others are still drawn. The score of a response must not "
+        "depend on other responses",
+        only_with=("reward_function", "reward_url"),
+    )
+    reward_model_weight: list[float] = flag(
+        [], "weights of the reward models in the score, one for each; by default 1. With weight 0 one is only measured"
+    )
+    raw_reward_scores: bool = flag(
+        False,
+        "take the scores of several reward models as they are. By default each model's become (score - mean) / "
+        "standard deviation, of the first responses that are scored, unless step 2 normalised them",
+    )
+    length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response")
 
     def validate(self) -> None:
         """Raise UserError for a reward model that is given twice, for weights that do not fit the rewards, and for
@@ -412,7 +408,7 @@ def check_reward_url(url: str) -> None:
 
 
 @dataclass(kw_only=True)
-class ModelFlags(RewardServerFlags, RoleLoraFlags, ReferenceFlags):
+class ModelFlags(ScoreFlags, RoleLoraFlags, ReferenceFlags):
     """The flags of step 3's models, of their adapters and of their engines."""
 
     actor_model_name_or_path: str = flag(

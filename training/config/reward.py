@@ -32,7 +32,7 @@ from engine.reward.base import (
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
 from engine.reward.function import FunctionReward, Signature
 from engine.reward.server import ServerReward
-from training.config.models import SCORE, FunctionFlags, RewardServerFlags
+from training.config.models import SCORE, FunctionFlags, ScoreFlags
 from training.data.examples import Prompts
 from training.reporting.standard_errors import ENDINGS
 
@@ -207,7 +207,7 @@ class Part:
     given: str | None = None
 
 
-def score_parts(args: RewardServerFlags) -> list[Part]:
+def score_parts(args: ScoreFlags) -> list[Part]:
     """The parts of a run's score, in this order: the reward models and the functions as given, the reward servers, the
     environment."""
     given, others, models = args.reward_function, args.other_rewards, args.reward_paths
@@ -235,7 +235,7 @@ def _what(name: str, given: str) -> str:
     return own if name in (own, ALONE) else f"{name} ({given})"
 
 
-def check_held_out_number(args: RewardServerFlags, flag: str, functions: Mapping[str, Callable]) -> None:
+def check_held_out_number(args: ScoreFlags, flag: str, functions: Mapping[str, Callable]) -> None:
     """Raise UserError if no evaluation has the metric that the flag names.
 
     functions: the result of `load_functions`. With a RewardSource class every name is allowed, since only its scores
@@ -255,7 +255,7 @@ def check_held_out_number(args: RewardServerFlags, flag: str, functions: Mapping
 
 
 def build_reward(
-    args: RewardServerFlags,
+    args: ScoreFlags,
     functions: Mapping[str, Callable],
     reward_models: Sequence[RewardModel],
     tokenizer,
@@ -289,7 +289,7 @@ def build_reward(
     return CombinedReward(weighted, length_penalty=args.length_penalty, standardised=standardised)
 
 
-def load_functions(args: RewardServerFlags) -> dict[str, Callable]:
+def load_functions(args: ScoreFlags) -> dict[str, Callable]:
     """Load the functions of a run: {value of --reward_function: function or class}. Raises UserError if one cannot be
     loaded."""
     functions = {name: load_given(name, args) for name in args.reward_function}

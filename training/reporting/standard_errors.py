@@ -104,8 +104,7 @@ def with_errors(after: Mapping[str, Estimate], before: Mapping[str, Estimate] | 
 
 
 def within_noise(change: float, error: float | None) -> bool:
-    """Whether a change is no larger than NOISE standard errors, and may therefore be chance. error: None counts as
-    0."""
+    """Whether a change is no larger than NOISE standard errors, and may be chance. error: None counts as 0."""
     return abs(change) <= NOISE * (error or 0.0)
 
 
