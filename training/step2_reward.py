@@ -398,13 +398,9 @@ def score_statistics(
         reward.prepare(rollout)
         scores = reward.score(rollout)
         totals += moments(scores, (numbers < args.normalization_samples).to(scores.device))
-        columns = (
-            *decoded(rollout, tokenizer),
-            rollout.ended.tolist(),
-            rollout.actions.sum(-1).tolist(),
-            scores.tolist(),
-        )
-        found |= dict(zip(numbers.tolist(), zip(*columns, strict=True), strict=True))
+        measured = rollout.ended.tolist(), rollout.actions.sum(-1).tolist(), scores.tolist()
+        rows = zip(*decoded(rollout, tokenizer), *measured, strict=True)
+        found |= dict(zip(numbers.tolist(), rows, strict=True))
         if bar:
             bar.log(done, done * size * parts, {})
     if bar:

@@ -261,16 +261,10 @@ def check_sizes(
     """
     if layers is not None and dialect.hydra_layers > layers:
         raise UserError(f"hydra_layers {dialect.hydra_layers}: the actor has {layers} layers. Give at most that many.")
-    if dialect.score_scaling != "none" and rows_per_rank * ranks < 2:
-        raise UserError(
-            f"score_scaling {dialect.score_scaling!r} with 1 response a step: one score has no deviation. "
-            "Make 2 or more."
-        )
-    if dialect.likelihood_coef and rows_per_rank * ranks < 2:
-        raise UserError(
-            f"likelihood_coef {dialect.likelihood_coef:g} with 1 response a step: the first responses' "
-            "likelihoods would have no deviation. Make 2 or more."
-        )
+    unscaled = {"score_scaling": "none", "likelihood_coef": 0.0}
+    scaled = [f"{name} {getattr(dialect, name)!r}" for name in unscaled if getattr(dialect, name) != unscaled[name]]
+    if scaled and rows_per_rank * ranks < 2:
+        raise UserError(f"{scaled[0]} with 1 response a step: one number has no deviation. Make 2 or more.")
     together = rows_per_rank if dialect.advantages_at == "rollout" else rows_per_rank // mini_batches
     if dialect.advantages_at == "micro_batch" and micro_batch_size is not None and together > micro_batch_size:
         together = together % micro_batch_size or micro_batch_size  # the last micro-batch holds the remainder

@@ -7,7 +7,6 @@ the head; in OPT these are the same layers.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
@@ -23,7 +22,7 @@ from engine.models.lora import ALL_LINEAR, LoraSpec
 from engine.models.model_paths import same_model
 from engine.reward.server import FORMS, OWN_FIELDS, ServerSettings
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage, refuse_offload_of_roles, stage_of_file
-from training.config.algorithm import MOVING, AlgorithmFlags, ReferenceFlags
+from training.config.algorithm import MOVING, ReferenceFlags
 from training.config.environment import EnvironmentFlags
 from training.config.flags import REQUIRED, ProgramFlags, RunFlags, flag
 
@@ -198,8 +197,8 @@ class RoleLoraFlags(LoraFlags):
 
 
 @dataclass(kw_only=True)
-class RewardFunctionFlags(RunFlags):
-    """The flags of the score's parts that do not come from the reward model, and of the parts' weights."""
+class FunctionFlags(RunFlags):
+    """The flags of reward functions. Step 3 and measuring programs share them."""
 
     reward_function: list[str] = flag(
         [],
@@ -208,13 +207,6 @@ class RewardFunctionFlags(RunFlags):
         "prompts and responses as texts, and columns of the data; it returns one number for each response, or numbers "
         "for its steps (docs/step_rewards.md)",
         group="rewards",
-    )
-    reward_weights: list[float] = flag(
-        [],
-        "weights in the score: one for each --reward_function, then one for the reward server, then one for the "
-        "environment; by default 1. With weight 0 a function is only measured. The reward models' weights are "
-        "--reward_model_weight",
-        only_with=("reward_function", "reward_url", "environment"),
     )
     answer_column: str | None = flag(
         None,
@@ -227,27 +219,17 @@ class RewardFunctionFlags(RunFlags):
         "and an answer in <answer> tags",
         only_with="reward_function=format",
     )
-    overlap_rewards: bool = flag(
-        False,
-        "score finished responses, in threads, while others are still drawn. The score of a response must not "
-        "depend on other responses",
-        only_with=("reward_function", "reward_url"),
-    )
-    reward_model_weight: list[float] = flag(
-        [], "weights of the reward models in the score, one for each; by default 1. With weight 0 one is only measured"
-    )
-    raw_reward_scores: bool = flag(
-        False,
-        "take the scores of several reward models as they are. By default each model's become (score - mean) / "
-        "standard deviation, of the first responses that are scored, unless step 2 normalised them",
-    )
-    length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response")
 
     def validate(self) -> None:
         """Raise UserError if a function is given twice, or if --response_format is not a valid regular expression."""
         super().validate()
         refuse_twice(self, "reward_function")
-        check_format(self.response_format)
+        try:
+            re.compile(self.response_format or "")
+        except re.error as error:
+            raise UserError(
+                f"--response_format {self.response_format}: is not a regular expression ({error}). Correct the pattern."
+            ) from None
 
 
 def refuse_twice(args: ProgramFlags, name: str) -> None:
@@ -256,30 +238,6 @@ def refuse_twice(args: ProgramFlags, name: str) -> None:
     twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
     if twice is not None:
         raise UserError(f"{args.word(name)}: {without_query(twice)} is given twice. Give it once.")
-
-
-def check_reward_models(args: ProgramFlags, models: Sequence[str]) -> None:
-    """Raise UserError if one of these reward models is given twice, or if --reward_model_weight does not fit their
-    number."""
-    if twice := next((pair for pair in combinations(models, 2) if same_model(*pair)), None):
-        raise UserError(f"--reward_model_name_or_path: {' and '.join(twice)} are the same model. Give it once.")
-    count = len(args.reward_model_weight)
-    if models and count not in (0, len(models)):
-        raise UserError(
-            f"{args.word('reward_model_weight')}: {count} weight{'s' * (count > 1)} for "
-            f"{len(models)} reward model{'s' * (len(models) > 1)}, {', '.join(models)}. Give one for each, in this "
-            "order, or none."
-        )
-
-
-def check_format(pattern: str | None) -> None:
-    """Raise UserError if --response_format is not a valid regular expression."""
-    try:
-        re.compile(pattern or "")
-    except re.error as error:
-        raise UserError(
-            f"--response_format {pattern}: is not a regular expression ({error}). Correct the pattern."
-        ) from None
 
 
 @dataclass(kw_only=True)
@@ -348,22 +306,52 @@ class ServerFlags(RunFlags):
 
 
 @dataclass(kw_only=True)
-class RewardServerFlags(ServerFlags, EnvironmentFlags, RewardFunctionFlags):
-    """The flags of all that scores in step 3 and at merging, besides reward models, and of the parts' weights."""
+class ScoreFlags(ServerFlags, EnvironmentFlags, FunctionFlags):
+    """The flags of the parts of step 3's and merging's score besides reward models, and of all parts' weights."""
+
+    reward_weights: list[float] = flag(
+        [],
+        "weights in the score: one for each --reward_function, then one for the reward server, then one for the "
+        "environment; by default 1. With weight 0 a function is only measured. The reward models' weights are "
+        "--reward_model_weight",
+        only_with=("reward_function", "reward_url", "environment"),
+        group="rewards",
+    )
+    overlap_rewards: bool = flag(
+        False,
+        "score finished responses, in threads, while others are still drawn. The score of a response must not "
+        "depend on other responses",
+        only_with=("reward_function", "reward_url"),
+    )
+    reward_model_weight: list[float] = flag(
+        [], "weights of the reward models in the score, one for each; by default 1. With weight 0 one is only measured"
+    )
+    raw_reward_scores: bool = flag(
+        False,
+        "take the scores of several reward models as they are. By default each model's become (score - mean) / "
+        "standard deviation, of the first responses that are scored, unless step 2 normalised them",
+    )
+    length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response")
 
     def validate(self) -> None:
-        """Raise UserError for weights that do not fit the rewards, and for early scores of conversations."""
+        """Raise UserError for a reward model that is given twice, for weights that do not fit the rewards, and for
+        early scores of conversations."""
         super().validate()
         if self.overlap_rewards and self.environment is not None:
             raise UserError(
                 "--overlap_rewards with --environment: conversations are scored when all of them have ended. Leave it "
                 "out."
             )
-        self._check_weights()
-
-    def _check_weights(self) -> None:
         models = self.reward_paths
-        check_reward_models(self, models)
+        if twice := next((pair for pair in combinations(models, 2) if same_model(*pair)), None):
+            raise UserError(f"--reward_model_name_or_path: {' and '.join(twice)} are the same model. Give it once.")
+        count = len(self.reward_model_weight)
+        if models and count not in (0, len(models)):
+            raise UserError(
+                f"{self.word('reward_model_weight')}: {count} weight{'s' * (count > 1)} for "
+                f"{len(models)} reward model{'s' * (len(models) > 1)}, {', '.join(models)}. Give one for each, in this "
+                "order, or none."
+            )
         weights, others = self.reward_weights, self.other_rewards
         if weights and len(weights) != len(others):
             parts = [*self.reward_function, *["the reward server"] * bool(self.reward_url)]
@@ -420,10 +408,7 @@ def check_reward_url(url: str) -> None:
 
 
 @dataclass(kw_only=True)
-# All bases are named to keep the order in which --help lists the flags.
-class ModelFlags(
-    RoleLoraFlags, ReferenceFlags, RewardServerFlags, ServerFlags, EnvironmentFlags, RewardFunctionFlags, AlgorithmFlags
-):
+class ModelFlags(ScoreFlags, RoleLoraFlags, ReferenceFlags):
     """The flags of step 3's models, of their adapters and of their engines."""
 
     actor_model_name_or_path: str = flag(

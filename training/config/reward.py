@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol
 from urllib.parse import urlsplit
 
 from engine.errors import UserError, shortened
@@ -33,7 +32,7 @@ from engine.reward.base import (
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
 from engine.reward.function import FunctionReward, Signature
 from engine.reward.server import ServerReward
-from training.config.models import SCORE, RewardServerFlags
+from training.config.models import SCORE, FunctionFlags, ScoreFlags
 from training.data.examples import Prompts
 from training.reporting.standard_errors import ENDINGS
 
@@ -208,7 +207,7 @@ class Part:
     given: str | None = None
 
 
-def score_parts(args: RewardServerFlags) -> list[Part]:
+def score_parts(args: ScoreFlags) -> list[Part]:
     """The parts of a run's score, in this order: the reward models and the functions as given, the reward servers, the
     environment."""
     given, others, models = args.reward_function, args.other_rewards, args.reward_paths
@@ -236,7 +235,7 @@ def _what(name: str, given: str) -> str:
     return own if name in (own, ALONE) else f"{name} ({given})"
 
 
-def check_held_out_number(args: RewardServerFlags, flag: str, functions: Mapping[str, Callable]) -> None:
+def check_held_out_number(args: ScoreFlags, flag: str, functions: Mapping[str, Callable]) -> None:
     """Raise UserError if no evaluation has the metric that the flag names.
 
     functions: the result of `load_functions`. With a RewardSource class every name is allowed, since only its scores
@@ -245,12 +244,10 @@ def check_held_out_number(args: RewardServerFlags, flag: str, functions: Mapping
     parts = score_parts(args)
     alone = len(parts) == 1 and parts[0].weight == 1.0 and not args.length_penalty
     known = [SCORE, *(f"eval/reward_{part.name}" for part in parts if not alone)]
-    others = [f"eval/{name}" for name in HELD_OUT]
-    averaged = (
-        [name.replace("/", "/ema_") for name in (*known, *others)] if getattr(args, "keeps_average", False) else []
-    )
     given = getattr(args, flag)
-    if given not in (*known, *others, *averaged) and not any(map(is_source, functions.values())):
+    if getattr(args, "keeps_average", False):
+        given = given.replace("eval/ema_", "eval/")
+    if given not in (*known, *(f"eval/{name}" for name in HELD_OUT)) and not any(map(is_source, functions.values())):
         raise UserError(
             f"{args.word(flag)}: no held-out number has this name. Of scores there are {', '.join(known)}; "
             "docs/metrics_responses.md lists the others."
@@ -258,7 +255,7 @@ def check_held_out_number(args: RewardServerFlags, flag: str, functions: Mapping
 
 
 def build_reward(
-    args: RewardServerFlags,
+    args: ScoreFlags,
     functions: Mapping[str, Callable],
     reward_models: Sequence[RewardModel],
     tokenizer,
@@ -283,19 +280,16 @@ def build_reward(
     (alone, weight), *others = weighted.values()
     if not others and weight == 1.0 and not args.length_penalty:
         return alone
-    made_comparable = standardised(models, args.raw_reward_scores)
-    return CombinedReward(weighted, length_penalty=args.length_penalty, standardised=made_comparable)
+    comparable = args.raw_reward_scores or len(models) < 2
+    standardised = {
+        name: Standardisation(f"the reward model {name}")
+        for name, model in models.items()
+        if not (comparable or model.normalised)
+    }
+    return CombinedReward(weighted, length_penalty=args.length_penalty, standardised=standardised)
 
 
-def standardised(models: Mapping[str, RewardModel], raw: bool) -> dict[str, Standardisation]:
-    """{name: Standardisation} of the reward models whose scores are made comparable: of several, those whose folders do
-    not normalise them. raw: whether all scores are taken as they are."""
-    if raw or len(models) < 2:
-        return {}
-    return {name: Standardisation(f"the reward model {name}") for name, model in models.items() if not model.normalised}
-
-
-def load_functions(args: RewardServerFlags) -> dict[str, Callable]:
+def load_functions(args: ScoreFlags) -> dict[str, Callable]:
     """Load the functions of a run: {value of --reward_function: function or class}. Raises UserError if one cannot be
     loaded."""
     functions = {name: load_given(name, args) for name in args.reward_function}
@@ -308,14 +302,7 @@ def load_functions(args: RewardServerFlags) -> dict[str, Callable]:
     return functions
 
 
-class BuiltInFlags(Protocol):
-    """The flags that the built-in functions read."""
-
-    answer_column: str | None
-    response_format: str | None
-
-
-def load_given(name: str, args: BuiltInFlags) -> Callable:
+def load_given(name: str, args: FunctionFlags) -> Callable:
     """The built-in function of this name, or the user's function. Raises UserError if it cannot be loaded."""
     if name not in BUILT_IN:
         return load_function(name)

@@ -87,9 +87,9 @@ def measures_of(
         "new_words": np.transpose(new),
         "repeated": [[repetition([text]) for text in own] for own in texts],
         "tokens": tokens,
-        **({} if likelihood is None else {"likelihood": likelihood}),
+        "likelihood": likelihood,
     }
-    return {name: np.asarray(values, dtype=np.float64) for name, values in found.items()}
+    return {name: np.asarray(values, dtype=np.float64) for name, values in found.items() if values is not None}
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class BestOf:
             change = Estimate.of(self.change(reward, name))
             measure = measure_of(name)
             what = measure.falls if change.value < 0 else measure.rises
-            if what and abs(change.value) >= LEAST and not within_noise(change.value, change.error or 0.0):
+            if what and abs(change.value) >= LEAST and not within_noise(change.value, change.error):
                 best, all_ = (measure.text(self.best(reward, name, k).value) for k in (self.k, 1))
                 found.append((abs(change.value), f"{what} ({measure.label} {best}, of all {all_})"))
         return [text for _, text in sorted(found, key=lambda pair: -pair[0])]
@@ -175,11 +175,11 @@ class BestOf:
         safety = {name: self.safety(name) for name in self.rewards}
         signs = "ends, known words and the other rewards" if others else "ends and known words"
         best, by = safety[first], self.judge or signs
-        bad = best.value < 0 or within_noise(best.value, best.error or 0.0)
+        bad = best.value < 0 or within_noise(best.value, best.error)
         line = f"the best of {self.k} by {first} are {'no ' if bad else ''}better than all responses, by {by}"
         if others:
-            close = within_noise(best.value - safety[others[0]].value, best.change_error(safety[others[0]]) or 0.0)
+            close = within_noise(best.value - safety[others[0]].value, best.change_error(safety[others[0]]))
             line = f"{first} is the safest to optimise{', but not safe' if bad else ''}: {line}"
             line += f"; {others[0]} does not differ from {first} by more than chance" if close else ""
-        told = {name: with_error(each.value, each.error, "+") for name, each in safety.items()}
-        return [line, *(f"{self.told(name)} (safety {told[name]})" for name in safety)]
+        lines = (f"{self.told(name)} (safety {with_error(it.value, it.error, '+')})" for name, it in safety.items())
+        return [line, *lines]

@@ -107,10 +107,8 @@ class Evaluator:
         answers = self.answers(step)
         rows, parts = answers.rows, [*answers.score_parts, *answers.rewards]
         columns = {"score": "score", "kl": "kl", "response_length": "tokens"}
-        columns |= {name: name for name in parts}
+        columns |= {name: name for name in (*parts, "likelihood") if name in rows[0]}
         units = {name: [float(row[column]) for row in rows] for name, column in columns.items()}
-        if "likelihood" in rows[0]:
-            units["likelihood"] = [row["likelihood"] for row in rows]
         texts = [text_by(POLICY, row) for row in rows]
         if step == 0:
             self.first = texts

@@ -103,9 +103,9 @@ def with_errors(after: Mapping[str, Estimate], before: Mapping[str, Estimate] | 
     return {name: value for name, value in metrics.items() if value is not None}
 
 
-def within_noise(change: float, error: float) -> bool:
-    """Whether a change is no larger than NOISE standard errors, and may therefore be chance."""
-    return abs(change) <= NOISE * error
+def within_noise(change: float, error: float | None) -> bool:
+    """Whether a change is no larger than NOISE standard errors, and may be chance. error: None counts as 0."""
+    return abs(change) <= NOISE * (error or 0.0)
 
 
 def with_error(value: float, error: float | None, sign: str = "") -> str:

@@ -338,10 +338,9 @@ def check_models(args: RLHFFlags, dialect: Dialect) -> None:
     tokenizer = check_roles(args.spec, named_by(args), args.looks_at)
     if tokenizer is not None:
         generation_stops(args.actor_model_name_or_path, tokenizer, args.trust_remote_code)
-    lengths, closes = prompt_and_answer(args), dialect.cut_responses == "closed"
-    closed = [path for path in args.reward_paths if closes and path not in args.text_reward_paths]
-    if closes and not closed and "cut_responses" in args.resolved.changed:
-        raise UserError("cut_responses closed: no reward model reads the policy's token ids. Leave it out.")
+    lengths = prompt_and_answer(args)
+    own = set(args.reward_paths) - set(args.text_reward_paths)  # these read the policy's token ids
+    closed = own if dialect.cut_responses == "closed" else set()
     if closed and dialect.score_before_pad and tokenizer and tokenizer.pad_token_id == tokenizer.eos_token_id:
         raise UserError(
             f"cut_responses closed: EOS is the pad token, and the dialect {dialect.name} scores what stands before it. "

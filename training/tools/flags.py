@@ -9,7 +9,7 @@ from engine.errors import UserError
 from engine.zero.config import EngineConfig
 from training.config.environment import EnvironmentFlags
 from training.config.flags import DataFlags, flag
-from training.config.models import ServerFlags, check_format, refuse_twice
+from training.config.models import FunctionFlags, ServerFlags, refuse_twice
 
 
 @dataclass(kw_only=True)
@@ -75,23 +75,10 @@ class MeasuringFlags(EnvironmentFlags, DataFlags):
 
 
 @dataclass(kw_only=True)
-class RewardsFlags(ServerFlags, MeasuringFlags):
+class RewardsFlags(ServerFlags, FunctionFlags, MeasuringFlags):
     """The flags of rewards that stand side by side: each has scores of its own, and none are added up."""
 
     reward_model_name_or_path: list[str] = flag([], "reward models; each gives scores of its own", group="rewards")
-    reward_function: list[str] = flag(
-        [], "functions, RewardSource classes, or built-in functions, as in step 3; they come after the reward models"
-    )
-    answer_column: str | None = flag(
-        None,
-        "column with the right answers, for math_verify; by default answer",
-        only_with="reward_function=math_verify",
-    )
-    response_format: str | None = flag(
-        None,
-        "regular expression that a whole response has to match, for format",
-        only_with="reward_function=format",
-    )
 
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
@@ -102,8 +89,6 @@ class RewardsFlags(ServerFlags, MeasuringFlags):
                 "--environment."
             )
         refuse_twice(self, "reward_model_name_or_path")
-        refuse_twice(self, "reward_function")
-        check_format(self.response_format)
 
     @property
     def functions(self) -> list[str]:

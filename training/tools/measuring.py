@@ -33,6 +33,7 @@ from engine.rlhf_engine import frozen_model
 from engine.rollout import Environments, RolloutBackend, SamplingConfig, build_rollouts
 from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
+from training.config.models import ServerFlags
 from training.config.reward import ENVIRONMENT, SERVER, check_columns, function_source, load_given
 from training.data.examples import Prompts, prompt_fit
 from training.environments import conversations, environments_of, load_environment, prompts_for
@@ -143,10 +144,10 @@ def reward_names(args: RewardsFlags) -> list[str]:
     return found
 
 
-def check_rewards(args: RewardsFlags, held_out: HeldOut) -> None:
+def check_rewards(args: ServerFlags, functions: Mapping[str, Callable], held_out: HeldOut) -> None:
     """Raise UserError if a function or a reward server cannot score responses to these prompts."""
     parts = {"the held-out prompts": held_out.prompts}
-    check_columns(functions_of(args), parts)
+    check_columns(functions, parts)
     check_server(args, held_out.tokenizer, parts)
 
 

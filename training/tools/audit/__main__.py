@@ -77,7 +77,7 @@ def measure(args: AuditFlags) -> Audit:
     with phase("reading data"):
         tokenizer = args.read_tokenizer(sft, SFT)
         held_out = agreed(lambda: read_held_out(args, tokenizer))
-        agreed(lambda: check_rewards(args, held_out))
+        agreed(lambda: check_rewards(args, functions_of(args), held_out))
     with phase("loading models"):
         measuring = Measuring(args, args.spec_of(sft), held_out, [sft])
         rollouts = measuring.rollouts_of(measuring.reference, decoding="auto")

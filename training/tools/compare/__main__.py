@@ -118,7 +118,7 @@ def measure(args: CompareFlags, models: Sequence[Model]) -> Comparison:
     with phase("reading data"):
         tokenizer = args.read_tokenizer(first.path, first.what)
         held_out = agreed(lambda: read_held_out(args, tokenizer))
-        agreed(lambda: check_rewards(args, held_out))
+        agreed(lambda: check_rewards(args, functions_of(args), held_out))
     with phase("loading models"):
         answering = Answering(args, held_out, models)
     samples, prompts = {}, []

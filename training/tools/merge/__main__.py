@@ -26,14 +26,13 @@ from engine.atomic_files import write_whole
 from engine.errors import RunStopped, without_query
 from engine.models.checking import check_policy
 from training.config.models import SCORE
-from training.config.reward import check_columns, check_held_out_number, load_functions
+from training.config.reward import check_held_out_number, load_functions
 from training.reporting.evaluation import write_rows
 from training.runtime.launch import check_run, leave, run
 from training.runtime.output_folder import check_shared
-from training.runtime.plan import check_server
 from training.runtime.processes import phase
 from training.runtime.ranks import agreed, checked
-from training.tools.measuring import check_answering, check_same_tokens, check_scoring, read_held_out
+from training.tools.measuring import check_answering, check_rewards, check_same_tokens, check_scoring, read_held_out
 from training.tools.merge.flags import MergeFlags
 from training.tools.merge.frontier import Frontier, Point, best_within, table
 from training.tools.merge.weights import (
@@ -99,9 +98,7 @@ def measure(args: MergeFlags, sft: dict, trained: Sequence[dict]) -> list[Point]
     with phase("reading data"):
         tokenizer = args.read_tokenizer(args.sft_model_name_or_path, SFT)
         held_out = agreed(lambda: read_held_out(args, tokenizer))
-        asked = {"the held-out prompts": held_out.prompts}
-        checked(lambda: check_columns(load_functions(args), asked))
-        agreed(lambda: check_server(args, tokenizer, asked))
+        agreed(lambda: check_rewards(args, load_functions(args), held_out))
     with phase("loading models"):
         frontier = Frontier(args, held_out)
     points, folder = [], Path(args.output_dir)
@@ -143,16 +140,16 @@ def choose_and_save(args: MergeFlags, sft: dict, trained: Sequence[dict], points
 
     Raises: RunStopped if no scale is within --max_kl.
     """
-    scale, best = args.scale, best_within(points, args.max_kl) if args.chooses else None
-    if best is not None:
-        scale = best.scale
+    chooses = args.choose_by is not None or args.max_kl is not None
+    best = best_within(points, args.max_kl) if chooses else None
+    scale = args.scale if best is None else best.scale
     if distributed.is_main() and points:
         print(f"\n{table(points, scale)}\n{args.output_dir}/frontier.json has it too", flush=True)
         start = next(point for point in points if point.scale == 0.0)
         if best is not None and start.chosen_by > best.chosen_by:
             found = f"{start.chosen_by:.3f}, and at scale {best.scale:g} it is {best.chosen_by:.3f}"
             print(f"warning: {args.choose_by or SCORE} is highest for the SFT model itself: {found}", flush=True)
-    if args.chooses and scale is None:
+    if chooses and scale is None:
         raise RunStopped(
             f"no scale but 0 is within {args.word('max_kl')} nats a response, and nothing was saved. Give smaller "
             "--scales, or raise --max_kl."

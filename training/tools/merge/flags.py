@@ -7,14 +7,14 @@ from engine.algo.weight_changes import METHODS
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from training.config.flags import REQUIRED, flag
-from training.config.models import RewardServerFlags
+from training.config.models import ScoreFlags
 from training.tools.flags import MeasuringFlags
 
 FRONTIER = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
 
 
 @dataclass(kw_only=True)
-class MergeFlags(MeasuringFlags, RewardServerFlags):
+class MergeFlags(MeasuringFlags, ScoreFlags):
     """The flags that say which models are merged, at which scales and on which prompts the merged model is measured,
     and at which scale it is saved."""
 
@@ -92,11 +92,6 @@ class MergeFlags(MeasuringFlags, RewardServerFlags):
                 )
         elif self.scale is None:
             raise UserError("there is nothing to do: give --data_path to measure scales, --scale to save one, or both.")
-
-    @property
-    def chooses(self) -> bool:
-        """Whether the measurements choose the scale that is saved."""
-        return self.choose_by is not None or self.max_kl is not None
 
     @property
     def measured_scales(self) -> list[float]:

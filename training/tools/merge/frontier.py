@@ -12,6 +12,7 @@ from training.reporting.evaluation import held_out_number
 from training.tools.measuring import HeldOut, Measuring, tell_failures
 from training.tools.merge.flags import MergeFlags
 from training.tools.merge.weights import MergedWeights
+from training.tools.pages.page import columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,5 @@ def table(points: Sequence[Point], chosen: float | None = None) -> str:
         )
         for point in points
     ]
-    widths = [max(map(len, column)) for column in zip(head, *lines, strict=True)]
-    rows = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *lines)]
     note = "KL: nats a response, to the SFT model; ±: one standard error; bigrams: distinct pairs of words, a token"
-    return "\n".join([*(row.rstrip() for row in rows), note])
+    return "\n".join([*columns([head, *lines]), note])

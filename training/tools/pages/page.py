@@ -125,10 +125,9 @@ def columns(rows: Sequence[Sequence[str]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """A response as samples.js shows it. scores, changes: one number for each reward. kl: None if no policies
-    are compared. A change is this score minus that
-    of the row's first response, or of another one that the page names; None if there is none. turns: those of a
-    conversation, as in `evaluation.turns_of`."""
+    """A response as samples.js shows it. scores, changes: one number for each reward. A change is this score minus that
+    of the row's first response, or of another one that the page names; None if there is none. kl: None if no policies
+    are compared. turns: those of a conversation, as in `evaluation.turns_of`."""
 
     text: str
     scores: Sequence[float]
