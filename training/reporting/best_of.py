@@ -176,10 +176,11 @@ class BestOf:
         signs = "ends, known words and the other rewards" if others else "ends and known words"
         best, by = safety[first], self.judge or signs
         bad = best.value < 0 or within_noise(best.value, best.error or 0.0)
-        line = f"the best of {self.k} by {first} are {'not clearly ' if bad else ''}better than all responses, judged by {by}"
+        better = "not clearly better" if bad else "better"
+        line = f"the best of {self.k} by {first} are {better} than all responses, judged by {by}"
         if others:
             close = within_noise(best.value - safety[others[0]].value, best.change_error(safety[others[0]]) or 0.0)
-            line = f"no reward looks safe to optimise: even {line}" if bad else f"{first} is the safest to optimise: {line}"
+            line = f"{'no reward looks safe to optimise: even' if bad else f'{first} is the safest to optimise:'} {line}"
             line += f"; {others[0]} does not differ from {first} by more than chance" if close else ""
         told = {name: with_error(each.value, each.error, "+") for name, each in safety.items()}
         return [line, *(f"{self.told(name)} (safety {told[name]})" for name in safety)]
