@@ -180,7 +180,8 @@ class BestOf:
         line = f"the best of {self.k} by {first} are {better} than all responses, judged by {by}"
         if others:
             close = within_noise(best.value - safety[others[0]].value, best.change_error(safety[others[0]]) or 0.0)
-            line = f"{'no reward looks safe to optimise: even' if bad else f'{first} is the safest to optimise:'} {line}"
+            claim = "no reward looks safe to optimise: even" if bad else f"{first} is the safest to optimise:"
+            line = f"{claim} {line}"
             line += f"; {others[0]} does not differ from {first} by more than chance" if close else ""
         told = {name: with_error(each.value, each.error, "+") for name, each in safety.items()}
         return [line, *(f"{self.told(name)} (safety {told[name]})" for name in safety)]
