@@ -84,14 +84,14 @@ def test_its_numbers_are_those_of_all_subsets_and_of_plain_models(tiny, tmp_path
     assert page.startswith("<!DOCTYPE html>") and all(
         name in page for name in ("By reward", "By tokens score", "audit.json")
     )
-    assert "the best of 6" in result.stdout and ", by first" in result.stdout
+    assert "the best of 6" in result.stdout and ", judged by first" in result.stdout
 
 
 BAD = {
-    "no reward": ({"reward_model_name_or_path": None, "reward_function": None}, "there is nothing to judge by"),
+    "no reward": ({"reward_model_name_or_path": None, "reward_function": None}, "there is no reward"),
     "one response": ({"num_samples_per_prompt": 1}, "--num_samples_per_prompt 1"),
     "its own judge": ({"judge": "rules.py:tokens", "reward_function": "rules.py:tokens"}, "would judge itself"),
-    "no judge": ({"judge": "rules.py:none"}, "rules.py has no none"),
+    "no judge": ({"judge": "rules.py:none"}, "--judge rules.py:none: "),
     "no server": (
         {"reward_url": "http://127.0.0.1:9/score", "reward_url_timeout": 0.2, "reward_url_patience": 0},
         "9/score",

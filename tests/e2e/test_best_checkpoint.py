@@ -44,6 +44,7 @@ def test_the_best_is_kept_over_a_restart_and_training_is_the_same(tiny, tmp_path
     by_judge, by_score = best_of(lines, BY, math.inf), best_of(lines, "eval/score", MAX_KL)
     assert by_judge < by_score < STOPPED_AFTER < best_of(lines, "eval/score", math.inf), "else nothing is shown"
     assert steps_kept(whole) == [by_judge, STEPS]
+    assert f"step_{by_judge:06d} FOLDER" in result.stdout, "the run's end names the best one"
 
     by = {"keep_best_by": "eval/score", "keep_best_max_kl": MAX_KL}
     stopped = {"enable_test_mode": True, "test_stop_step": STOPPED_AFTER}

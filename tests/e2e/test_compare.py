@@ -211,7 +211,7 @@ def test_two_ranks_find_what_one_does(tiny, models, tmp_path, capfd):
 
 BAD = {
     "one model": ({"models": ["sft"]}, "that is one model. Give two or more"),
-    "nothing to judge by": ({"reward_model_name_or_path": None}, "there is nothing to judge by"),
+    "nothing to judge by": ({"reward_model_name_or_path": None}, "there is no reward"),
     "no folder": ({"models": ["sft", "gone=/nowhere"]}, "--models gone: there is no folder /nowhere"),
     "other tokens": ({"models": ["sft", "more"]}, "differs from that of --models sft"),
     "a column": ({"reward_function": "math_verify", "answer_column": "sum"}, "asks for the column sum"),

@@ -375,11 +375,12 @@ class CheckpointWriter:
         if distributed.is_main() and self.schedule.keep:
             if self._pruning is not None:
                 self._pruning.join()
-            given = (self.output_dir, self.schedule.keep, self._best_step(), self.say)
+            given = (self.output_dir, self.schedule.keep, self.best_step(), self.say)
             self._pruning = threading.Thread(target=prune, args=given, daemon=True)
             self._pruning.start()
 
-    def _best_step(self) -> int | None:
+    def best_step(self) -> int | None:
+        """The step of the best checkpoint that is there; None if none was measured, or the best is not kept."""
         if not self.schedule.keep_best or not self.scores:
             return None
         there = {

@@ -37,7 +37,7 @@ from training.data.examples import Prompts
 from training.reporting.standard_errors import ENDINGS
 
 
-def load_function(name: str) -> Callable:
+def load_function(name: str, flag: str = "--reward_function") -> Callable:
     """Import a reward function with the signature in `engine.reward.function`, or a RewardSource class whose
     constructor takes the tokenizer.
 
@@ -47,7 +47,7 @@ def load_function(name: str) -> Callable:
     Raises: UserError, with the flag in its message, if the module is not found, if its import raises an error, if the
     module lacks the name, or if what it names cannot be called with the arguments of a reward function.
     """
-    what = f"--reward_function {name}"
+    what = f"{flag} {name}"
     function = load_named(name, what, "function", f", or a built-in one: {' or '.join(BUILT_IN)}")
     _check_parameters(function, what)
     return function
@@ -302,10 +302,11 @@ def load_functions(args: ScoreFlags) -> dict[str, Callable]:
     return functions
 
 
-def load_given(name: str, args: FunctionFlags) -> Callable:
-    """The built-in function of this name, or the user's function. Raises UserError if it cannot be loaded."""
+def load_given(name: str, args: FunctionFlags, flag: str = "--reward_function") -> Callable:
+    """The built-in function of this name, or the user's function. flag: what names it, for messages. Raises UserError
+    if it cannot be loaded."""
     if name not in BUILT_IN:
-        return load_function(name)
+        return load_function(name, flag)
     given = {"answer_column": args.answer_column, "response_format": args.response_format}
     return BUILT_IN[name](BuiltInSettings(**{field: value for field, value in given.items() if value is not None}))
 

@@ -176,10 +176,12 @@ class BestOf:
         signs = "ends, known words and the other rewards" if others else "ends and known words"
         best, by = safety[first], self.judge or signs
         bad = best.value < 0 or within_noise(best.value, best.error)
-        line = f"the best of {self.k} by {first} are {'no ' if bad else ''}better than all responses, by {by}"
+        better = "not clearly better" if bad else "better"
+        line = f"the best of {self.k} by {first} are {better} than all responses, judged by {by}"
         if others:
             close = within_noise(best.value - safety[others[0]].value, best.change_error(safety[others[0]]))
-            line = f"{first} is the safest to optimise{', but not safe' if bad else ''}: {line}"
+            claim = "no reward looks safe to optimise: even" if bad else f"{first} is the safest to optimise:"
+            line = f"{claim} {line}"
             line += f"; {others[0]} does not differ from {first} by more than chance" if close else ""
         lines = (f"{self.told(name)} (safety {with_error(it.value, it.error, '+')})" for name, it in safety.items())
         return [line, *lines]

@@ -545,11 +545,20 @@ def over_optimised_since(rows: Sequence[Mapping]) -> TurningPoint | None:
 
 
 def over_optimised(rows: Sequence[Mapping]) -> Finding | None:
-    """The score rose while something that it stands for fell. Whether a reward of weight 0 says how good a response is,
-    and whether the score is a proxy at all, only the user knows."""
+    """The score rose while responses ended more rarely, or became unlikely: signs that another problem may explain."""
     since = over_optimised_since(rows)
-    if since is None:
-        return None
+    return _told(since) if since and since.name in (ENDS, LIKELIHOOD) else None
+
+
+def judged_worse(rows: Sequence[Mapping]) -> Finding | None:
+    """The score rose while a reward of weight 0 fell. No other problem explains that away."""
+    since = over_optimised_since(rows)
+    return _told(since) if since and since.name not in (ENDS, LIKELIHOOD) else None
+
+
+def _told(since: TurningPoint) -> Finding:
+    """Whether a reward of weight 0 says how good a response is, and whether the score is a proxy at all, only the user
+    knows."""
     what, provided = f"{since.name} (weight 0)", f"if {since.name} says how good a response is"
     back = f"--choose_by eval/{since.name.replace('/', '_')}"
     if since.name in (ENDS, LIKELIHOOD):
@@ -570,6 +579,7 @@ ANY_LENGTH = (sampler_apart, kl_far, kl_negative, scores_clipped, few_ended, env
 TRENDS = (
     *(score_unmoved, entropy_fell, entropy_rose, value_unexplained, too_much_clipped),
     *(length_grew, length_shrank, groups_alike, answers_alike, words_invented, over_optimised),
+    judged_worse,
 )
 EXPLAINS = {
     sampler_apart: (kl_negative,),

@@ -19,7 +19,7 @@ from engine import distributed
 from engine.algorithms import Dialect
 from engine.host_memory import release_freed_memory
 from training.checkpoints.conditions import UNLOGGED, Conditions
-from training.checkpoints.files import config_files
+from training.checkpoints.files import checkpoint_folder, config_files
 from training.checkpoints.resuming import Checkpoint, restore, set_aside_newer
 from training.checkpoints.saving import CheckpointWriter, last_good_named
 from training.config.flags import RestartFlags
@@ -299,6 +299,9 @@ class Run:
         with saved_models_named(self.saved_models):
             if distributed.is_main():
                 tell(self)
+                if (best := self.checkpoints.best_step()) is not None:
+                    folder = checkpoint_folder(self.output_dir, best)
+                    print(f"the best checkpoint, as a model: python -m training.export {folder} FOLDER", flush=True)
             rows = read_metrics(self.output_dir / METRICS_FILE) if distributed.is_main() else []
             self.verdict = distributed.broadcast_object(judge(rows) if distributed.is_main() else None)
             for callback in self.callbacks:

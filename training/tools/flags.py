@@ -85,7 +85,7 @@ class RewardsFlags(ServerFlags, FunctionFlags, MeasuringFlags):
         super().validate()
         if not (self.reward_model_name_or_path or self.reward_function or self.reward_url or self.environment):
             raise UserError(
-                "there is nothing to judge by: give --reward_model_name_or_path, --reward_function, --reward_url, or "
+                "there is no reward: give --reward_model_name_or_path, --reward_function, --reward_url, or "
                 "--environment."
             )
         refuse_twice(self, "reward_model_name_or_path")

@@ -58,7 +58,7 @@ def test_the_verdict_by_hand():
     assert found.safety("two").value == pytest.approx((1 / 4 / (3 / 16) ** 0.5 + 0 - 1) / 3)
     assert found.rewards == ["two", "one"] and found.sizes == [1, 2]
     head, two, one = found.verdict()
-    assert head.startswith("two is the safest to optimise, but not safe: the best of 2 by two are no better")
+    assert head.startswith("no reward looks safe to optimise: even the best of 2 by two are not clearly better")
     assert two.startswith("two pays for what one scores low (one 0.000, of all 0.500) (safety -0.141 ± ")
     assert one.startswith("one pays for what two scores low (two 0.000, of all 0.500) (safety"), "ends fell once: noise"
 
@@ -69,7 +69,7 @@ def test_with_a_judge_the_verdict_is_its():
     assert found.rewards == ["one", "two"]
     assert (found.safety("one").value, found.safety("two").value) == (1.0, -1.0)
     head, _, two = found.verdict()
-    assert head == "one is the safest to optimise: the best of 2 by one are better than all responses, by judge"
+    assert head == "one is the safest to optimise: the best of 2 by one are better than all responses, judged by judge"
     assert two.startswith(
         "two pays for what one scores low (one 0.000, of all 0.500), what judge scores low (judge 0.000, of all 1.000)"
     )

@@ -222,6 +222,12 @@ def test_what_does_not_show_over_optimisation(curves):
     assert the_finding(run(**OF_ALL | curves)).severity == FINE
 
 
+def test_a_judge_is_told_beside_a_problem():
+    judge = {"reward_judge": halves(0.2, 0.1), "objective_scores_judge": lambda t: 0.0}
+    far, judged = health(run(**OF_ALL | judge | {"objective_kl": halves(5.0, 40.0)}))
+    assert far.seen.startswith("KL to the reference ended at 40") and judged.seen.startswith("over-optimised since")
+
+
 def test_a_judge_that_falls_with_the_score_is_no_over_optimisation():
     judge = {"reward_judge": halves(0.2, 0.1), "objective_scores_judge": lambda t: 0.0}
     assert "the score fell" in the_finding(run(**OF_ALL, **judge, objective_scores=lambda t: -t)).text

@@ -23,6 +23,7 @@ from training.tools.pages.page import (
 from training.tools.pages.page import table as page_table
 
 ALL = "all responses"
+SAFETY = "how much better the best are than all responses, in standard deviations of a response (docs/audit.md)"
 HOW = (
     *("sft_model_name_or_path", "reward_model_name_or_path", "reward_function", "reward_url", "environment", "judge"),
     *("data_path", "eval_data_path", "num_eval_prompts", "num_samples_per_prompt", "temperature", "max_answer_seq_len"),
@@ -63,7 +64,8 @@ def table(audit: Audit) -> str:
     best = audit.best
     head = f"{len(audit.prompts):,} held-out prompts, {best.n} responses each; means over the best of {best.k}"
     rows = columns([(name, *cells) for name, cells in audit.overview().items()])
-    return "\n".join([head, "", *rows, "", *best.verdict()])
+    note = f"safety: {SAFETY}"
+    return "\n".join([head, "", *rows, "", *best.verdict(), note])
 
 
 def content(audit: Audit) -> dict:
@@ -111,7 +113,8 @@ def page(audit: Audit) -> str:
 {page_table((by, *head), [(dots[name], *cells) for name, cells in rows], f"the best of {best.k} by each reward")}
 <p class="soft">Means over the best of {best.k} by each reward, exact over all ways to draw {best.k} of the {best.n}
 responses to a prompt. Ended: came to an end of their own. New words: in no prompt, and in no response to another
-prompt. Repeated: 1 - distinct / all 3-grams of words. Nats a token: log-prob under the SFT model.</p>
+prompt. Repeated: 1 - distinct / all 3-grams of words. Nats a token: log-prob under the SFT model.
+Safety: {SAFETY}.</p>
 </section>
 {"".join(sections)}
 {sample_section(samples)}"""

@@ -36,8 +36,10 @@ class Line(Callback):
         with unwritten_noted("the command of training.merge"):
             rows = read_metrics(run.output_dir / METRICS_FILE)
             command = merge_command(run.args, run.plan.dialect, trained, rows)
+            saves = "--choose_by" in command or "--max_kl" in command
+            then = "and the best saved" if saves else "none saved unless you choose by a number or a scale"
             print(
-                f"models between the SFT model and this one, measured, and the best saved (docs/kl.md):\n{command}",
+                f"models between the SFT model and this one, measured, {then} (docs/kl.md):\n{command}",
                 flush=True,
             )
 

@@ -43,12 +43,15 @@ class MergeFlags(MeasuringFlags, ScoreFlags):
     scale: float | None = flag(None, "save the model at this scale", group="what is saved")
     choose_by: str | None = flag(
         None,
-        "save the model that is best by this held-out number: eval/score, or eval/reward_NAME of one of several "
+        "save the model for which this held-out number is largest: eval/score, or eval/reward_NAME of one of several "
         "rewards, which may have weight 0 and then judges alone; by default eval/score, with --max_kl",
         only_with="data_path",
     )
     kl_coef: float = flag(
-        0.0, "number subtracted from what --choose_by names for each nat of KL to the SFT model", only_with="choose_by"
+        0.0,
+        "number subtracted from what --choose_by names for each nat of KL to the SFT model",
+        least=0,
+        only_with="choose_by",
     )
     max_kl: float | None = flag(
         None,
