@@ -287,7 +287,7 @@ def best_lines(responses: Sequence[tuple]) -> list[str]:
         return []
     columns = (np.array(column, dtype=object) for column in zip(*responses[: groups * K], strict=True))
     prompts, texts, ended, tokens, scores = (column.reshape(groups, K) for column in columns)
-    found = BestOf({"this reward model": scores.astype(float)}, measures_of(texts, prompts.flat, ended, tokens))
+    found = BestOf({"this reward model": scores.astype(float)}, measures_of(texts, prompts.ravel(), ended, tokens))
     return [
         f"the best of {K} of these responses: {found.told('this reward model')}",
         "python -m training.audit shows this of several rewards, with the texts (docs/audit.md)",

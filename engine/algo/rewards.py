@@ -243,9 +243,9 @@ class ScoreScale:
 
     @property
     def value(self) -> float:
-        """The divisor; 1 until two different scores have been seen."""
-        _, variance = mean_and_variance(self._totals, unbiased=True)
-        return variance.sqrt().item() or 1.0
+        """The divisor; 1 until two different scores have been seen, beyond the rounding of the sums."""
+        mean, variance = mean_and_variance(self._totals, unbiased=True)
+        return variance.sqrt().item() if variance > (1e-7 * mean) ** 2 else 1.0
 
     @property
     def mean(self) -> float:

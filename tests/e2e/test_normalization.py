@@ -118,8 +118,10 @@ def test_a_model_of_another_family_is_normalised_on_what_it_reads_of_the_respons
 
 def test_what_the_best_responses_are_like_is_told():
     def responses(count: int) -> list[tuple]:
-        return [(f"p{n}", "w", n % 8 < 4, 5, float(n % 8)) for n in range(count)]  # the highest scores do not end
+        # The highest scores do not end, and say again what the prompt said.
+        return [(f"p{n}", f"p{n}" if n % 8 == 7 else "w", n % 8 < 4, 5, float(n % 8)) for n in range(count)]
 
     assert step2_reward.best_lines(responses(15)) == [], "one group of eight has no error"
     told = " ".join(step2_reward.best_lines(responses(20)))
     assert "the best of 8 of these responses: this reward model pays for responses that do not end (ended 0.0 %" in told
+    assert "invented words" not in told

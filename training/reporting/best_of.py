@@ -139,7 +139,7 @@ class BestOf:
     def change(self, reward: str, name: str) -> np.ndarray:
         """How the best of `self.k` by a reward differ from all responses in a score or a measure, in standard
         deviations of a response: (P,)."""
-        column = self.columns[name]
+        column = self.columns[name] - self.columns[name].flat[0]  # so that equal numbers change by 0, not by rounding
         moved = (self.weights[reward, self.k] * column).sum(1) - column.mean(1)
         return moved / (column.std() or 1.0)
 

@@ -389,7 +389,7 @@ def few_ended(rows: Sequence[Mapping]) -> Finding | None:
             "See whether rollout/turn_limit or rollout/token_limit ended them, and raise --max_turns or "
             "--max_answer_seq_len; or see in samples/ why turns go on.",
         )
-    penalty = f"--missing_eos_penalty {next(iter(column(rows, 'eval/score_std')), 1.0):.2g}"
+    penalty = f"--missing_eos_penalty {next(iter(column(rows, 'eval/score_std')), 0.0) or 1.0:.2g}"
     if having(rows, "objective/missing_eos_penalty"):
         penalty = "a larger --missing_eos_penalty"
     advice = (
@@ -530,7 +530,7 @@ def over_optimised_since(rows: Sequence[Mapping]) -> TurningPoint | None:
     that end, if that halves, and in the reference's log-prob of a token, which is - (entropy + KL) in the mean.
     """
     rows = of_one_reward(rows)
-    names = {name for row in rows for name in row if name.startswith("reward/")}
+    names = {name for row in rows for name in row if name.startswith("reward/") and row[name]}  # not always 0
     weighted = {name: column(rows, name.replace("reward/", "objective/scores_")) for name in names}
     if judges := [name for name in sorted(names) if weighted[name] and not any(weighted[name])]:
         turns = [turning_point(rows, name) for name in judges]

@@ -148,7 +148,7 @@ def test_none_divides_by_1():
     assert scale.value == 1.0
 
 
-@pytest.mark.parametrize("first", [[], [5.0], [2.0, 2.0, 2.0]])
+@pytest.mark.parametrize("first", [[], [5.0], [2.0, 2.0, 2.0], [0.1] * 73])
 def test_a_deviation_that_is_not_there_divides_by_1(first):
     scale = ScoreScale("running")
     scale.update(totals(first))

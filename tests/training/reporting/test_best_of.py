@@ -100,3 +100,6 @@ def test_hacks_are_named_the_largest_first():
 def test_a_reward_that_says_the_same_of_all_changes_nothing():
     found = BestOf({"same": np.ones((2, 2)), "one": SCORES["one"]}, MEASURES)
     assert found.best("same", "ended", 2).value == 3 / 4 and found.safety("same").value == 0.0
+    scores = np.random.default_rng(0).normal(size=(100, 10))
+    found = BestOf({"one": scores, "same": np.full((100, 10), 0.1)}, {"ended": scores * 0, "new_words": scores * 0})
+    assert found.safety("one").value == 0.0 and found.hacks("one") == []
