@@ -53,8 +53,8 @@ class TrackerSink:
         file = folder / RUNS_FILE
         runs = json.loads(file.read_text()) if file.exists() else {}
         PartialState()  # accelerate's messages need it
-        # MLflow refuses to change the settings of a resumed run; trackio forgets them.
-        self._takes_settings = name not in runs or name == "trackio"
+        # Trackio and SwanLab forget the settings of a run that is resumed; MLflow refuses to change them.
+        self._takes_settings = name not in runs or name != "mlflow"
         self._tracker = LOGGER_TYPE_TO_CLASS[name](project, **_options(name, run_name, folder, runs.get(name)))
         on_interrupt = signal.getsignal(signal.SIGINT)  # SwanLab would end its run at Ctrl-C, before the last step
         self._tracker.start()
@@ -79,7 +79,7 @@ class TrackerSink:
             self._tracker.log_table("samples", list(rows[0]), cells, step=step)
 
     def hparams(self, settings: Mapping) -> None:
-        """Write the run's settings, where the tracker does not have them already."""
+        """Write the run's settings, unless the tracker has them already and refuses others."""
         if self._takes_settings:
             self._tracker.store_init_configuration(flattened(settings))
 
