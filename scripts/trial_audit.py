@@ -117,7 +117,7 @@ def main() -> None:
         )
     run(
         home / "audit",
-        "training.audit",
+        "training.tools.audit",
         *("--sft_model_name_or_path", sft, *prompts, "--reward_model_name_or_path", *rewards.values()),
     )
     for name, path in rewards.items():

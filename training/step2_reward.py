@@ -290,7 +290,7 @@ def best_lines(responses: Sequence[tuple]) -> list[str]:
     found = BestOf({"this reward model": scores.astype(float)}, measures_of(texts, prompts.ravel(), ended, tokens))
     return [
         f"the best of {K} of these responses: {found.told('this reward model')}",
-        "python -m training.audit shows this of several rewards, with the texts (docs/audit.md)",
+        "four-engine-rlhf audit shows this of several rewards, with the texts (docs/audit.md)",
     ]
 
 

@@ -87,7 +87,7 @@ def swapped(pairs: Sequence[dict], share: float) -> list[dict]:
 def base(models: Path, *sizes: str) -> None:
     """A word tokenizer and a model with random weights."""
     if not (models / "base" / "config.json").is_file():
-        words = ["-m", "training.toy.model", "--data", str(models / "data" / "sft.jsonl")]
+        words = ["-m", "training.tools.toy.model", "--data", str(models / "data" / "sft.jsonl")]
         words += [str(models / "data" / "pairs.jsonl"), "--output_dir", str(models / "base"), *sizes]
         subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
 

@@ -187,8 +187,8 @@ def test_the_command_that_a_run_prints_merges(tiny, tmp_path, capfd, judge):
     more = {"stop": ["w1", "w 2"], "temperature": 0.75, "seed": 7, "num_eval_prompts": 6, "actor_learning_rate": 1e-3}
     result = run_here(3, tiny.flags(3, output_dir=tmp_path / "out", **rewards, **more), capfd)
     assert result.code == 0, result.stderr
-    (command,) = [line for line in result.stdout.splitlines() if line.startswith("python -m training.merge ")]
-    words = shlex.split(command)[3:]
+    (command,) = [line for line in result.stdout.splitlines() if line.startswith("four-engine-rlhf merge ")]
+    words = shlex.split(command)[2:]
     by = {"--choose_by": "eval/reward_words"} if judge else {"--choose_by": "eval/score", "--kl_coef": "0.1"}
     assert all(words[words.index(flag) + 1] == value for flag, value in by.items())
     with mock.patch("engine.distributed.shutdown"):

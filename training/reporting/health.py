@@ -504,7 +504,7 @@ class TurningPoint:
 
     @property
     def bound(self) -> str:
-        """The flag with which training.merge goes back to the KL of that step, or to ENOUGH_KL if that was smaller."""
+        """The flag with which merging goes back to the KL of that step, or to ENOUGH_KL if that was smaller."""
         return f"--max_kl {max(self.kl, ENOUGH_KL):.2g}"
 
 
@@ -567,8 +567,8 @@ def _told(since: TurningPoint) -> Finding:
     return Finding(
         LOOK,
         f"over-optimised since step {since.step}, {provided}: from there the score rose from {since.scores[0]:.3g} to "
-        f"{since.scores[1]:.3g}, and {what} fell from {since.best:.3g} to {since.last:.3g}; training.merge with {back} "
-        "goes back",
+        f"{since.scores[1]:.3g}, and {what} fell from {since.best:.3g} to {since.last:.3g}; four-engine-rlhf merge with "
+        f"{back} goes back",
         "Read samples/. A checkpoint of that step or before (--save_steps, --keep_best_by) goes back, too.",
     )
 

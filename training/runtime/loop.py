@@ -301,7 +301,7 @@ class Run:
                 tell(self)
                 if (best := self.checkpoints.best_step()) is not None:
                     folder = checkpoint_folder(self.output_dir, best)
-                    print(f"the best checkpoint, as a model: python -m training.export {folder} FOLDER", flush=True)
+                    print(f"the best checkpoint, as a model: four-engine-rlhf export {folder} FOLDER", flush=True)
             rows = read_metrics(self.output_dir / METRICS_FILE) if distributed.is_main() else []
             self.verdict = distributed.broadcast_object(judge(rows) if distributed.is_main() else None)
             for callback in self.callbacks:

@@ -1,6 +1,6 @@
 """Writes docs/flags.md from the dataclasses of the flags and the dataclass of the dialect:
 
-python -m training.flag_docs > docs/flags.md
+python -m training.tools.flag_docs > docs/flags.md
 
 If several programs have a flag with the same help text, the flag stands in the first section that covers all of these
 programs.
@@ -24,7 +24,7 @@ from training.tools.serve.flags import ServeFlags
 
 HEAD = """# Flags
 
-Made by `python -m training.flag_docs > docs/flags.md` from the dataclasses of the flags. Every flag can also
+Made by `python -m training.tools.flag_docs > docs/flags.md` from the dataclasses of the flags. Every flag can also
 stand in a YAML file (`--config run.yaml`, keys without dashes, flags on the command line win):
 
 ```yaml
@@ -45,10 +45,10 @@ SECTIONS: tuple[tuple[str, Sequence[type[ProgramFlags]]], ...] = (
     ("Step 3, `training/step3_rlhf.py`", (RLHFFlags,)),
     ("Merging, comparing and auditing", (MergeFlags, CompareFlags, AuditFlags)),
     ("Comparing and auditing", (CompareFlags, AuditFlags)),
-    ("Merging, `python -m training.merge`", (MergeFlags,)),
-    ("Comparing, `python -m training.compare`", (CompareFlags,)),
-    ("Auditing, `python -m training.audit`", (AuditFlags,)),
-    ("Serving, `python -m training.serve`", (ServeFlags,)),
+    ("Merging, `four-engine-rlhf merge`", (MergeFlags,)),
+    ("Comparing, `four-engine-rlhf compare`", (CompareFlags,)),
+    ("Auditing, `four-engine-rlhf audit`", (AuditFlags,)),
+    ("Serving, `four-engine-rlhf serve`", (ServeFlags,)),
 )
 DIALECT = """## Fields of a dialect
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from training import commands
 from training.config.parsing import _parser
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
@@ -21,12 +22,12 @@ PROGRAMS = {
     "training.step1_sft": SFTFlags,
     "training.step2_reward": RewardFlags,
     "training.step3_rlhf": RLHFFlags,
-    "training.memory_plan": MemoryFlags,
-    "training.audit": AuditFlags,
-    "training.compare": CompareFlags,
-    "training.merge": MergeFlags,
-    "training.serve": ServeFlags,
-    "training.report": None,  # parses for itself
+    "training.tools.memory": MemoryFlags,
+    "training.tools.audit": AuditFlags,
+    "training.tools.compare": CompareFlags,
+    "training.tools.merge": MergeFlags,
+    "training.tools.serve": ServeFlags,
+    "training.tools.report": None,  # parses for itself
 }
 
 
@@ -40,10 +41,14 @@ def started(tmp_path, monkeypatch):
     return lambda *words: subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
 
 
+COMMANDS = {module: name for name, (module, _) in commands.COMMANDS.items()}
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help_is_the_parsers(started, program):
-    found = started(program, "--help")
+    found = started("training.commands", COMMANDS[program], "--help")
     assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.startswith(f"usage: four-engine-rlhf {COMMANDS[program]} [-h]")
     if flags := PROGRAMS[program]:
         usage, _, options = _parser(flags, "").format_help().partition("\noptions:\n")
         assert usage.startswith("usage: ")
@@ -56,7 +61,7 @@ def test_help_is_the_parsers(started, program):
         ("training.step3_rlhf", ["--actor_learnig_rate", "1"], "Did you mean --actor_learning_rate?"),
         ("training.step3_rlhf", ["--learning_rate", "1"], "here --actor_learning_rate and --critic_learning_rate"),
         ("training.step2_reward", ["--data_path", "x"], "the following arguments are required: --output_dir"),
-        ("training.serve", ["--max_seq_len", "x"], "argument --max_seq_len: invalid int value: 'x'"),
+        ("training.tools.serve", ["--max_seq_len", "x"], "argument --max_seq_len: invalid int value: 'x'"),
     ],
 )
 def test_a_mistake_is_told(started, program, words, told):

@@ -1,9 +1,9 @@
 """Audit: which of several rewards is the safest to optimise, and what each would be hacked by, before PPO is paid for.
 
-    python -m training.audit --sft_model_name_or_path out/sft --data_path prompts.jsonl \\
+    four-engine-rlhf audit --sft_model_name_or_path out/sft --data_path prompts.jsonl \\
         --reward_model_name_or_path out/reward other/reward --output_dir audit
 
-    deepspeed --num_gpus 8 --module training.audit ...                              # on several ranks, the same flags
+    deepspeed --num_gpus 8 --module training.tools.audit ...                         # on several ranks, the same flags
 
 Writes OUTPUT_DIR/audit.json, and audit.html, a page that needs no other file.
 """
