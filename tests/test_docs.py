@@ -67,7 +67,7 @@ SECTIONS = {
     "Policy": [*(str(number) for number in range(1, 12)), "Adam"],
     "What its code does besides": ["a", "b", "c", "d", "e"],
 }
-FLAGS = {field.name for _, flags in flag_docs.SECTIONS for each in flags for field in dataclasses.fields(each)}
+FLAGS = {field.name for flags in flag_docs.PROGRAMS.values() for field in dataclasses.fields(flags)}
 
 
 def rows() -> dict[tuple[str, str], list[str]]:
