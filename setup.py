@@ -37,6 +37,7 @@ setup(
         "training.tools.pages": ["*.css", "*.js"],
         "training.tools.serve": ["page.html"],
     },
+    entry_points={"console_scripts": ["four-engine-rlhf = training.commands:main"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.9,<2.16",  # V100: up to 2.14 built for CUDA 12.6, or PyPI's up to 2.10 (docs/gpus.md)

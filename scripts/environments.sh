@@ -20,7 +20,8 @@ say() { printf '\n== %s (%d s)\n' "$1" $((SECONDS - started)); }
 # models NAME EPOCHS: data, a tokenizer of characters, and step 1.
 models() {
     python "examples/$1.py" "$out/$1/data"
-    python -m training.toy.model --characters --data "$out/$1/data/sft.jsonl" --output_dir "$out/$1/base" --num_layers 2
+    python -m training.tools.toy.model --characters --data "$out/$1/data/sft.jsonl" --output_dir "$out/$1/base" \
+        --num_layers 2
     python training/step1_sft.py --model_name_or_path "$out/$1/base" --data_path "$out/$1/data/sft.jsonl" \
         --output_dir "$out/$1/sft" --max_seq_len 32 --per_device_train_batch_size 64 --num_train_epochs "$2" \
         --learning_rate 5e-3 --lr_scheduler_type cosine --num_warmup_steps 20 --held_out 128 --dtype fp32

@@ -98,7 +98,7 @@ launch() {
     [ -z "${NUM_GPUS:-}" ] || command+=(--num_gpus "$NUM_GPUS")
     for word in "$@"; do
         case "$word" in
-        --dry_run) exec python -m training.dry_run "${command[@]}" "$program" "$@" ;;
+        --dry_run) exec python -m training.tools.dry_run "${command[@]}" "$program" "$@" ;;
         -h | --help) exec python "$program" "$@" ;;
         esac
     done

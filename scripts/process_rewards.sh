@@ -25,7 +25,7 @@ run() {
 
 if [ ! -d "$out/base" ]; then
     python examples/chains.py --output_dir "$out/data"
-    python -m training.toy.model --characters --data "$out/data/sft.jsonl" --output_dir "$out/base" --num_layers 2
+    python -m training.tools.toy.model --characters --data "$out/data/sft.jsonl" --output_dir "$out/base" --num_layers 2
 fi
 run "$out/sft" step1_sft.py --model_name_or_path "$out/base" --data_path "$out/data/sft.jsonl" --max_seq_len 64 \
     --per_device_train_batch_size 32 --num_train_epochs 4 --learning_rate 5e-3 --lr_scheduler_type cosine \

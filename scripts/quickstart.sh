@@ -31,10 +31,10 @@ launch training/step3_rlhf.py --actor_model_name_or_path "$out/sft" --critic_mod
     --print_answers_interval 20
 
 say "the result, by the grammar that wrote the corpus"
-python -m training.toy.reviews judge "$out/ppo/samples/before.jsonl" "$out/ppo/samples/after.jsonl"
+python -m training.tools.toy.reviews judge "$out/ppo/samples/before.jsonl" "$out/ppo/samples/after.jsonl"
 echo
-echo "curves: python -m training.report $out/ppo; or tensorboard --logdir $out, then http://localhost:6006/#custom_scalars"
-echo "answer by answer: python -m training.compare --models sft=$out/sft ppo=$out/ppo --data_path $out/data/prompts.jsonl" \
+echo "curves: four-engine-rlhf report $out/ppo; or tensorboard --logdir $out, then http://localhost:6006/#custom_scalars"
+echo "answer by answer: four-engine-rlhf compare --models sft=$out/sft ppo=$out/ppo --data_path $out/data/prompts.jsonl" \
     "--eval_data_path $out/data/eval_prompts.jsonl --reward_model_name_or_path $out/reward --max_prompt_seq_len 12" \
     "--max_answer_seq_len 32 --output_dir $out/comparison"
 say "done"

@@ -14,8 +14,8 @@ launch() { deepspeed --log_level critical --num_gpus "$ranks" --master_port "$(f
 free_port() { python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 
 say "corpus, tokenizer and an untrained model"
-python -m training.toy.reviews make --output_dir "$out/data"
-python -m training.toy.model --data "$out/data/sft.jsonl" "$out/data/pairs.jsonl" --output_dir "$out/base"
+python -m training.tools.toy.reviews make --output_dir "$out/data"
+python -m training.tools.toy.model --data "$out/data/sft.jsonl" "$out/data/pairs.jsonl" --output_dir "$out/base"
 
 say "step 1: supervised fine-tuning"
 launch training/step1_sft.py --model_name_or_path "$out/base" --data_path "$out/data/sft.jsonl" \

@@ -23,7 +23,7 @@ step3() {
     shift 2
     python training/step3_rlhf.py --actor_model_name_or_path "$out/sft" --data_path "$out/data/prompts.jsonl" \
         --eval_data_path "$out/data/eval_prompts.jsonl" --num_eval_prompts 500 \
-        --reward_function training.toy.sums:right --output_dir "$out/$name" --max_prompt_seq_len 8 \
+        --reward_function training.tools.toy.sums:right --output_dir "$out/$name" --max_prompt_seq_len 8 \
         --max_answer_seq_len 4 --per_device_generation_batch_size "$prompts" --per_device_training_batch_size 256 \
         --max_steps 100 --eval_steps 1000 --lr_scheduler_type cosine --kl_coef 0.01 --dtype fp32 "$@"
 }
@@ -41,6 +41,6 @@ say "step 3: RLOO, 32 sums a step, each asked eight times"
 step3 rloo 32 --dialect trl_rloo --num_samples_per_prompt 8 --temperature 1.0 --actor_learning_rate 3e-4
 
 say "right answers to held-out sums"
-python -m training.toy.sums accuracy --data "$out/data/eval_prompts.jsonl" "$out/sft" \
+python -m training.tools.toy.sums accuracy --data "$out/data/eval_prompts.jsonl" "$out/sft" \
     "$out/ppo/actor" "$out/grpo/actor" "$out/rloo/actor"
 say "done"

@@ -10,8 +10,8 @@ set -euo pipefail
 [ $# -eq 2 ] || { echo "usage: $0 OUTPUT_DIR RANKS" >&2; exit 2; }
 out="$1" ranks="$2"
 
-python -m training.toy.sums make --output_dir "$out/data"
-python -m training.toy.model --characters --data "$out/data/sft.jsonl" --output_dir "$out/base" --num_layers 2
+python -m training.tools.toy.sums make --output_dir "$out/data"
+python -m training.tools.toy.model --characters --data "$out/data/sft.jsonl" --output_dir "$out/base" --num_layers 2
 port="$(python -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')"
 deepspeed --log_level critical --num_gpus "$ranks" --master_port "$port" training/step1_sft.py \
     --model_name_or_path "$out/base" --data_path "$out/data/sft.jsonl" --output_dir "$out/sft" --max_seq_len 16 \

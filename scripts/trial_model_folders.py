@@ -405,7 +405,7 @@ def try_programs(family: str, form: str, folder: Path) -> list[bool]:
         near("step 3", out / "actor")
         near("step 3, average", out / "actor_ema")
         for words in ([], ["--ema"]):
-            program("training.export", out, folder / f"exported{''.join(words)}", *words)
+            program("training.tools.export", out, folder / f"exported{''.join(words)}", *words)
             near(f"export {' '.join(words)}", folder / f"exported{''.join(words)}")
         # An actor that differs from the SFT model, so that there is something to merge.
         shutil.copytree(out / "actor", folder / "moved")
@@ -414,11 +414,11 @@ def try_programs(family: str, form: str, folder: Path) -> list[bool]:
         models = ["--sft_model_name_or_path", given, "--trained_model_name_or_path", folder / "moved"]
         reward = ["--reward_model_name_or_path", folder / "reward", "--num_eval_prompts", "8"]
         merge = ["--scales", "1", "--scale", "1", "--output_dir", folder / "merged"]
-        program("training.merge", *models, *common, *reward, *merge, "--zero_stage", "3")
+        program("training.tools.merge", *models, *common, *reward, *merge, "--zero_stage", "3")
         near("merge", folder / "merged" / "model", folder / "moved")
         for stage in ("0", "3"):
             named = ["--models", f"given={given}", f"saved={out / 'actor'}", "--greedy", "--zero_stage", stage]
-            program("training.compare", *named, *common, *reward, "--output_dir", folder / f"compared{stage}")
+            program("training.tools.compare", *named, *common, *reward, "--output_dir", folder / f"compared{stage}")
             samples = json.loads((folder / f"compared{stage}" / "comparison.json").read_text())["samples"]
             wrong = [
                 sample["prompt"]

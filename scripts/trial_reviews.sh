@@ -21,4 +21,4 @@ for seed in ${SEEDS:-1 2 3}; do
         --per_device_generation_batch_size 32 --per_device_training_batch_size 32 --max_steps 24 \
         --actor_learning_rate 3e-4 --critic_learning_rate 3e-4 --num_eval_prompts 256 --eval_steps 6
 done
-python -m training.report "$out"/ppo_seed* --output "$out/report.html" --overwrite
+python -m training.tools.report "$out"/ppo_seed* --output "$out/report.html" --overwrite

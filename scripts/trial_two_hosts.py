@@ -154,7 +154,7 @@ def separate(hosts: TwoHosts, launcher: str, tiny: Tiny, own: Path, folder: Path
 def exported(out: Path, folder: Path) -> list[str]:
     """What is wrong with the last checkpoint's actor as a Hugging Face folder, beside the actor that was saved."""
     point = out / "checkpoints" / POINT
-    argv = [sys.executable, "-m", "training.export", str(point), str(folder)]
+    argv = [sys.executable, "-m", "training.tools.export", str(point), str(folder)]
     ended = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
     if ended.returncode:
         return [f"the checkpoint cannot be exported: {ended.stderr}"]

@@ -26,7 +26,7 @@ LAYERS = [
     ["engine.engine_spec", "engine.optim"],
     ["engine.reference", "engine.reward", "engine.rlhf_engine", "engine.rollout"],
     ["engine.experience_maker"],
-    ["training.runtime.environment", "training.runtime.processes", "training.runtime.stopping"],
+    ["training.commands", "training.runtime.environment", "training.runtime.processes", "training.runtime.stopping"],
     ["training.runtime.callbacks", "training.data"],
     ["training.reward_texts"],
     ["training.runtime.ranks"],  # whose `agreed` hands tables of the data over
@@ -38,10 +38,9 @@ LAYERS = [
     ["training.runtime"],
     ["training.critic_pretraining", "training.ppo_trainer", "training.process_rewards", "training.supervised"],
     ["training.step1_sft", "training.step2_reward", "training.step3_rlhf"],
-    ["training.memory_plan", "training.tools"],
+    ["training.tools"],
 ]
-# Nothing imports a tool, but the programs where they are started as such, and the planner's, which is a tool itself.
-TOOLS, PROGRAM_OF_TOOLS = "training.tools", "training.memory_plan"
+TOOLS = "training.tools"  # nothing imports a tool, but the programs where they are started as such
 FOR_ALL = "engine.errors"  # imports nothing of ours; everything but the pure math may import it
 OWNERS = {
     "torch.distributed": "engine.distributed",
@@ -195,7 +194,7 @@ def breaches(modules: dict[str, str]) -> list[str]:
                 or target in ("engine", "training")
                 or layer_of(target) is None
                 or layer_of(target) > layer_of(module)
-                or (within(target, TOOLS) and not within(module, TOOLS) and module != PROGRAM_OF_TOOLS)
+                or (within(target, TOOLS) and not within(module, TOOLS))
             ):
                 found.append(f"{module}: imports {target}")
         for name in sorted(imports):

@@ -192,7 +192,7 @@ TASKS = {
         Task(
             name="sums",
             what="right answers to two-digit sums, by a checker (docs/verifiable.md); the score is the share of them",
-            flags=_flags(8, 4, "--reward_function", "training.toy.sums:right"),
+            flags=_flags(8, 4, "--reward_function", "training.tools.toy.sums:right"),
             fixed_positions=4,
             responses=256,
             steps=60,

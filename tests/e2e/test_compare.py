@@ -196,7 +196,7 @@ def test_two_ranks_find_what_one_does(tiny, models, tmp_path, capfd):
     given = [f"sft={tiny.folder / 'sft'}", f"near={models / 'near'}"]
     flags = flags_of(tiny, given, num_samples_per_prompt=2)
     assert compared({**flags, "output_dir": tmp_path / "one"}, capfd).code == 0
-    result = forked_program("training.compare", {**flags, "output_dir": tmp_path / "two"}, ranks=2)
+    result = forked_program("training.tools.compare", {**flags, "output_dir": tmp_path / "two"}, ranks=2)
     assert result.code == 0, result.stderr
     one, two = found_in(tmp_path / "one"), found_in(tmp_path / "two")
     for ours, theirs in zip(one["samples"], two["samples"], strict=True):

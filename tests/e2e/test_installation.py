@@ -113,12 +113,14 @@ def test_it_says_what_it_is(wheel):
     required = metadata.get_all("Requires-Dist")
     assert any(line.startswith("deepspeed") and "extra" not in line for line in required)
     assert any(line.startswith("wandb") and "extra" in line for line in required)
+    entries = (info / "entry_points.txt").read_text(encoding="utf-8")
+    assert entries.splitlines()[1] == "four-engine-rlhf = training.commands:main"
 
 
 def test_step_3_tries_itself_from_another_folder(wheel, tiny, tmp_path):
     flags = tiny.flags(3, output_dir=tmp_path / "out", actor_zero_stage=3, offload=True, critic_zero_stage=2)
     done = subprocess.run(
-        [sys.executable, "-m", "training.step3_rlhf", *command_line(flags), "--dry_run"],
+        [sys.executable, "-m", "training.commands", "ppo", *command_line(flags), "--dry_run"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(wheel), "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"},
         capture_output=True,

@@ -15,7 +15,6 @@ import pytest
 
 from engine import distributed
 from scripts.harness import ROOT
-from training import memory_plan
 from training.config.parsing import parse_flags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
@@ -23,6 +22,7 @@ from training.runtime.plan import count_steps
 from training.runtime.start_report import POINTS, RunSchedule
 from training.supervised import supervised_schedule
 from training.tools import dry_run
+from training.tools.memory.__main__ import main as planner
 from training.tools.memory.cluster import Cluster, gpu_bytes
 from training.tools.memory.flags import MemoryFlags
 from training.tools.memory.plan import MemoryPlan, plan
@@ -202,7 +202,7 @@ def test_restart_points_come_before_the_end(size, stand_ins):
 def test_its_dry_run_is_right(size, step, stand_ins, in_dry_run, tmp_path, capfd):
     nodes, dtype, stages = SIZES[size]
     words = words_of(stand_ins, size, str(step), "--dry_run")
-    assert words[:3] == ["python", "-m", "training.dry_run"]
+    assert words[:3] == ["python", "-m", "training.tools.dry_run"]
     code, printed, said = in_dry_run(words[3:], capfd)
     assert (code, said) == (0, "")
     assert shlex.split(printed.splitlines()[1]) == words[3:]
@@ -547,13 +547,13 @@ def test_what_deepspeed_chat_has_published_fits(size, hardware, folders):
 
 def test_the_page_shows_what_the_planner_prints(folders, capsys):
     """The table of its command; a line that ends with " ..." goes on."""
-    in_blocks = r"```bash\n(python training/memory_plan\.py .*?)\n```.*?```\n(memory plan: .*?)```"
+    in_blocks = r"```bash\n(four-engine-rlhf plan .*?)\n```.*?```\n(memory plan: .*?)```"
     command, shown = re.search(in_blocks, PAGE.read_text(), re.DOTALL).groups()
     for name, size in (("facebook/opt-13b", "13b"), ("opt-350m-reward", "350m")):
         (folders / size).mkdir(exist_ok=True)
         (folders / size / "config.json").write_text(json.dumps(configuration(f"opt-{size}")))
         command = command.replace(name, str(folders / size))
-    assert memory_plan.main(command.replace("\\\n", " ").split()[2:]) == 0
+    assert planner(command.replace("\\\n", " ").split()[2:]) == 0
     for line, said in zip(capsys.readouterr().out.splitlines(), shown.splitlines(), strict=True):
         assert line == said or (said.endswith(" ...") and line.startswith(said[:-4])), line
 

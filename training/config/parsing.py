@@ -18,6 +18,7 @@ from engine.algorithms import Dialect
 from engine.errors import UserError, nearest_names, without_query
 from engine.files import read_text
 from engine.options import REQUIRED, choices_of, default_of
+from training.commands import running_command
 from training.config.flags import ProgramFlags, by_group, check_name
 from training.config.other_systems import DEFAULTS, flag_of_other_systems
 from training.config.step3 import RLHFFlags
@@ -198,7 +199,7 @@ def help_text(arguments_class: type[ProgramFlags], description: str, every: bool
 def _parser(arguments_class: type[ProgramFlags], defaults: bool = True, groups: Mapping | None = None) -> _Parser:
     """The parser of the flags. defaults: whether the parser fills in defaults and demands required flags. groups:
     {heading: flags} if not all flags are wanted."""
-    parser = _Parser(allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
+    parser = _Parser(prog=running_command(), allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
     parser._negative_number_matcher = NEGATIVE  # argparse's own takes a negative number with an exponent for a flag
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # given by the launcher
     hints = typing.get_type_hints(arguments_class)

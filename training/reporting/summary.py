@@ -220,5 +220,5 @@ def tell_result(output_dir: Path, saved: Mapping[str, Path], since: Mapping[str,
     metrics.jsonl, as metrics."""
     with unwritten_noted("the summary"):
         summary = RunSummary.from_metrics(read_metrics(output_dir / METRICS_FILE), since=since, saved=saved)
-        page = f"curves and samples as a page to send: python -m training.report {output_dir}"
+        page = f"curves and samples as a page to send: four-engine-rlhf report {output_dir}"
         print(f"\n{summary_text(summary)}\n\n{page}", flush=True)

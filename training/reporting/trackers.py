@@ -53,7 +53,8 @@ class TrackerSink:
         file = folder / RUNS_FILE
         runs = json.loads(file.read_text()) if file.exists() else {}
         PartialState()  # accelerate's messages need it
-        self._resumed = name in runs
+        # MLflow refuses to change the settings of a resumed run; trackio forgets them.
+        self._takes_settings = name not in runs or name == "trackio"
         self._tracker = LOGGER_TYPE_TO_CLASS[name](project, **_options(name, run_name, folder, runs.get(name)))
         on_interrupt = signal.getsignal(signal.SIGINT)  # SwanLab would end its run at Ctrl-C, before the last step
         self._tracker.start()
@@ -78,8 +79,8 @@ class TrackerSink:
             self._tracker.log_table("samples", list(rows[0]), cells, step=step)
 
     def hparams(self, settings: Mapping) -> None:
-        """Write the settings of a new run. Those of a resumed run stay: MLflow refuses to change them."""
-        if not self._resumed:
+        """Write the run's settings, where the tracker does not have them already."""
+        if self._takes_settings:
             self._tracker.store_init_configuration(flattened(settings))
 
     def close(self) -> None:

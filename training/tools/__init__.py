@@ -6,6 +6,7 @@ from training.runtime.callbacks import Callback
 
 def callbacks() -> tuple[Callback, ...]:
     """What takes part in each run of the three programs. Cards come before the upload, which uploads them."""
-    from training.tools import cards, memory
+    from training.tools import cards
+    from training.tools.memory.callback import Compared
 
-    return memory.Compared(), cards.Cards(), cards.Upload()
+    return Compared(), cards.Cards(), cards.Upload()

@@ -128,7 +128,7 @@ def model_card(start: Mapping, rows: Sequence[Mapping], name: str, part_of: str 
 
 
 def merge_card(source: Mapping, versions: Mapping[str, str | None], git: Mapping | None) -> str:
-    """The text of the card of a merged model. source: the content of merged_from.json, which training.merge writes.
+    """The text of the card of a merged model. source: the content of merged_from.json, which the merge program writes.
     versions, git: as in run.json."""
     sft = source["sft"]
     trained = source["trained"]

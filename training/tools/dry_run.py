@@ -1,6 +1,6 @@
-"""Shows what a command would do, without GPUs and downloads. Usage: put `python -m training.dry_run` before it.
+"""Shows what a command would do, without GPUs and downloads. Usage: put `python -m training.tools.dry_run` before it.
 
-    python -m training.dry_run deepspeed --hostfile hosts --num_gpus 8 training/step3_rlhf.py --data_path ...
+    python -m training.tools.dry_run deepspeed --hostfile hosts --num_gpus 8 training/step3_rlhf.py --data_path ...
 
 A program's flag --dry_run does the same. With the flag, the ranks are the processes that were started; with this
 module, their number is read from the command.
@@ -101,7 +101,7 @@ def main(words: Sequence[str]) -> int:
     place = next((place for place, word in enumerate(words) if _program(word) in PROGRAMS), None)
     if place is None:
         raise UserError(
-            f"no program in {shown_command(words)!r}. Put `python -m training.dry_run` before a whole "
+            f"no program in {shown_command(words)!r}. Put `python -m training.tools.dry_run` before a whole "
             f"command with one of {', '.join(f'{name}.py' for name in PROGRAMS)}."
         )
     world, local = _processes(words[:place])

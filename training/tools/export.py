@@ -1,9 +1,9 @@
 """Writes a model of a checkpoint as a Hugging Face folder, one tensor at a time and without engines.
 
-    python -m training.export out/checkpoints/step_000100 exported
-    python -m training.export out exported_ema --ema               # from the newest checkpoint of the run
+    four-engine-rlhf export out/checkpoints/step_000100 exported
+    four-engine-rlhf export out exported_ema --ema               # from the newest checkpoint of the run
 
-    python -m training.export out exported_adapter --adapter       # the adapter alone, from a LoRA run
+    four-engine-rlhf export out exported_adapter --adapter       # the adapter alone, from a LoRA run
 
 from_pretrained can load the folder, which equals bit by bit the model that the run would have saved after that step.
 The export needs memory for the largest tensor only, and no GPU.
@@ -232,7 +232,7 @@ def _write_config(source: Path, dtype: str | None, folder: Path, left_out: Seque
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the export that the command line describes; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="four-engine-rlhf export", description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", help="a checkpoint, or the output folder of a run")
     parser.add_argument("output", help="a folder that is not there, or empty")
     parser.add_argument("--model", default="actor", choices=("actor", "critic", "model"), help="which one (actor)")

@@ -1,6 +1,6 @@
 """Writes docs/flags.md from the dataclasses of the flags and the dataclass of the dialect:
 
-python -m training.flag_docs > docs/flags.md
+python -m training.tools.flag_docs > docs/flags.md
 
 Programs that have a flag with the same value, default and help text share its row.
 """
@@ -24,12 +24,12 @@ from training.tools.serve.flags import ServeFlags
 
 HEAD = """# Flags
 
-Search this page for a flag or a word. It is made by `python -m training.flag_docs > docs/flags.md`. A program's
+Search this page for a flag or a word. It is made by `python -m training.tools.flag_docs > docs/flags.md`. A program's
 `--help` shows the flags of the first part, `--help all` every flag that it has.
 
-The column "of" names programs. sft, reward, ppo: steps 1, 2 and 3 (`training/step1_sft.py`, `step2_reward.py`,
-`step3_rlhf.py`); steps: all three. plan: `training/memory_plan.py`, which takes ppo's flags, too. merge, compare,
-serve: `python -m training.merge` and so on.
+The column "of" names commands of `four-engine-rlhf`. sft, reward and ppo are steps 1, 2 and 3, whose programs are
+`training/step1_sft.py`, `step2_reward.py` and `step3_rlhf.py`; "steps" stands for all three. plan also takes the flags
+of ppo.
 
 Every flag can also stand in a YAML file (`--config run.yaml`, keys without dashes, flags on the command line win):
 

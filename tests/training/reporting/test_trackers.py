@@ -45,7 +45,8 @@ def calls(monkeypatch):
             calls.append(("table", columns, data, step))
 
     monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "wandb", WithTables)
-    monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, "mlflow", Tracker)
+    for name in ("mlflow", "trackio"):
+        monkeypatch.setitem(accelerate.tracking.LOGGER_TYPE_TO_CLASS, name, Tracker)
     return calls
 
 
@@ -81,6 +82,14 @@ def test_a_resumed_run_continues_its_runs(tmp_path, calls):
         (None, "id_2"),
     ]
     assert calls.count(("settings", {})) == 2  # of the new runs: MLflow refuses to change a setting
+
+
+def test_a_resumed_run_tells_trackio_its_settings_which_it_has_forgotten(tmp_path, calls):
+    for resume_step in (None, 1):
+        writer = MetricWriter(tmp_path, total_steps=2, report_to=["trackio"], resume_step=resume_step)
+        writer.hparams({"seed": 1})
+        writer.close()
+    assert calls.count(("settings", {"seed": 1})) == 2
 
 
 def test_a_tracker_that_fails_is_left_and_the_run_goes_on(tmp_path, calls, monkeypatch, capfd):

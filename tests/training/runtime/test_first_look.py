@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from training import commands
 from training.config.parsing import help_text
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
@@ -20,11 +21,11 @@ PROGRAMS = {
     "training.step1_sft": SFTFlags,
     "training.step2_reward": RewardFlags,
     "training.step3_rlhf": RLHFFlags,
-    "training.memory_plan": MemoryFlags,
-    "training.compare": CompareFlags,
-    "training.merge": MergeFlags,
-    "training.serve": ServeFlags,
-    "training.report": None,  # parses for itself
+    "training.tools.memory": MemoryFlags,
+    "training.tools.compare": CompareFlags,
+    "training.tools.merge": MergeFlags,
+    "training.tools.serve": ServeFlags,
+    "training.tools.report": None,  # parses for itself
 }
 
 
@@ -38,11 +39,15 @@ def started(tmp_path, monkeypatch):
     return lambda *words: subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
 
 
+COMMANDS = {module: name for name, (module, _) in commands.COMMANDS.items()}
+
+
 @pytest.mark.parametrize("words", [["--help"], ["--help", "all"]], ids=" ".join)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help_is_the_parsers(started, program, words):
-    found = started(program, *words[: None if PROGRAMS[program] else 1])
+    found = started("training.commands", COMMANDS[program], *words[: None if PROGRAMS[program] else 1])
     assert (found.returncode, found.stderr) == (0, "")
+    assert found.stdout.startswith(f"usage: four-engine-rlhf {COMMANDS[program]} ")
     if flags := PROGRAMS[program]:
         usage, _, options = help_text(flags, "", "all" in words).partition("\n\n")
         assert usage.startswith("usage: ")
@@ -55,7 +60,7 @@ def test_help_is_the_parsers(started, program, words):
         ("training.step3_rlhf", ["--actor_learnig_rate", "1"], "Did you mean --actor_learning_rate?"),
         ("training.step3_rlhf", ["--learning_rate", "1"], "here --actor_learning_rate and --critic_learning_rate"),
         ("training.step2_reward", ["--data_path", "x"], "the following arguments are required: --output_dir"),
-        ("training.serve", ["--max_seq_len", "x"], "argument --max_seq_len: invalid int value: 'x'"),
+        ("training.tools.serve", ["--max_seq_len", "x"], "argument --max_seq_len: invalid int value: 'x'"),
     ],
 )
 def test_a_mistake_is_told(started, program, words, told):

@@ -61,7 +61,7 @@ def test_nodes_that_are_missing(launcher, missing, hosts):
 @pytest.mark.parametrize(
     "words, told",
     [
-        ([], "no program in ''. Put `python -m training.dry_run` before a whole command"),
+        ([], "no program in ''. Put `python -m training.tools.dry_run` before a whole command"),
         (["deepspeed", "main.py", "--seed", "1"], "no program in 'deepspeed main.py --seed 1'."),
         (
             ["deepspeed", "--num_gpus", "all", "training/step1_sft.py"],

@@ -14,7 +14,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "flags.md"
 
 
 def test_the_page_is_what_the_code_makes():
-    assert PAGE.read_text() == flag_docs.document(), "run: python -m training.flag_docs > docs/flags.md"
+    assert PAGE.read_text() == flag_docs.document(), "run: python -m training.tools.flag_docs > docs/flags.md"
 
 
 def of(cell: str) -> list[str]:

@@ -1,9 +1,9 @@
 """Compare: which of several models is better, at what, and how sure that is; all answer the same held-out prompts.
 
-    python -m training.compare --models sft=out/sft ppo=out/ppo ema=out/ppo/actor_ema --data_path prompts.jsonl \\
+    four-engine-rlhf compare --models sft=out/sft ppo=out/ppo ema=out/ppo/actor_ema --data_path prompts.jsonl \\
         --reward_model_name_or_path out/reward --output_dir comparison
 
-    deepspeed --num_gpus 8 --module training.compare ...                            # on several ranks, the same flags
+    deepspeed --num_gpus 8 --module training.tools.compare ...                   # on several ranks, the same flags
 
 Writes OUTPUT_DIR/comparison.json, and comparison.html, a page that needs no other file.
 """

@@ -42,7 +42,7 @@ def memory_lines(args: RLHFFlags | SupervisedFlags) -> list[str]:
         changes = change_lines(args, cluster) if planned.fits is False else []
     except UserError as error:
         return [f"memory plan: none. {error}"]
-    others = "on other machines: training/memory_plan.py --gpu a100-80g --num_gpus 8, with the same flags"
+    others = "on other machines: four-engine-rlhf plan --gpu a100-80g --num_gpus 8, with the same flags"
     return [table(planned, title), *changes, others]
 
 

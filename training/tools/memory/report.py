@@ -1,4 +1,4 @@
-"""What `training/memory_plan.py` prints."""
+"""What `four-engine-rlhf plan` prints."""
 
 from pathlib import Path
 

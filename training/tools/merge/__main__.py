@@ -1,10 +1,10 @@
 """Merge: SFT + scale x change of one or several trained models; measure scales on held-out prompts, and save one.
 
-    python -m training.merge --sft_model_name_or_path sft --trained_model_name_or_path out/actor \\
+    four-engine-rlhf merge --sft_model_name_or_path sft --trained_model_name_or_path out/actor \\
         --data_path prompts.jsonl --reward_model_name_or_path reward --max_kl 10 --output_dir merged
 
-    deepspeed --num_gpus 8 --module training.merge ...                              # on several ranks, the same flags
-    python -m training.merge ... --scale 1.3 --output_dir merged              # without prompts: merge and save
+    deepspeed --num_gpus 8 --module training.tools.merge ...                   # on several ranks, the same flags
+    four-engine-rlhf merge ... --scale 1.3 --output_dir merged              # without prompts: merge and save
 
 Writes OUTPUT_DIR/frontier.json, samples/scale_S.jsonl, and model/ if --scale or --max_kl chooses a scale.
 """

@@ -71,8 +71,8 @@ class Frontier(Measuring):
         if None in names.values():
             raise UserError(
                 f"{type(model).__name__}: its files do not hold all weights in the model's own form, so scales cannot "
-                "be measured. Leave --data_path out, save a model with --scale, and measure that with python -m "
-                "training.compare."
+                "be measured. Leave --data_path out, save a model with --scale, and measure that with "
+                "four-engine-rlhf compare."
             )
         self.policy.take(lambda name: weights[names[name]])
         metrics, rows = self.evaluator.run(1)

@@ -1,7 +1,7 @@
 """A report of one run, or of several side by side, as one HTML file that needs no other file.
 
-    python -m training.report out/ppo                                    # writes out/ppo/report.html
-    python -m training.report out/ppo out/other --output both.html
+    four-engine-rlhf report out/ppo                                    # writes out/ppo/report.html
+    four-engine-rlhf report out/ppo out/other --output both.html
 
 It reads metrics.jsonl, samples/ and run.json. The run may have failed, or may still go on. An existing file is only
 replaced with --overwrite.
@@ -20,7 +20,7 @@ PAGE = "report.html"
 @program
 def main(arguments: list[str] | None = None) -> int:
     """Write the report that the command line asks for; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m training.report", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="four-engine-rlhf report", description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of step 1, 2 or 3")
     parser.add_argument("--output", type=Path, help=f"file to write; by default {PAGE} in the folder of a single run")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")

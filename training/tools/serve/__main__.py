@@ -1,6 +1,6 @@
 """Serve: models answer side by side over HTTP, and a reward model scores; with a page, and scores for training runs.
 
-    python -m training.serve --models base=BASE sft=out/sft ppo=out/ppo/actor --reward_model_name_or_path out/reward
+    four-engine-rlhf serve --models base=BASE sft=out/sft ppo=out/ppo/actor --reward_model_name_or_path out/reward
 
     curl -X PUT localhost:8000 -H 'Content-Type: application/json' -d '{"prompt": "Review : the film"}'
 

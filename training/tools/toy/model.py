@@ -1,6 +1,6 @@
 """The starting point of step 1 in the quickstart: a word tokenizer and a small Llama with random weights.
 
-    python -m training.toy.model --data data/sft.jsonl data/pairs.jsonl --output_dir data/base
+    python -m training.tools.toy.model --data data/sft.jsonl data/pairs.jsonl --output_dir data/base
 
 A token is a word with the space before it. A response of the built-in corpus has about 15 tokens, decoding restores any
 text of known words exactly, and the tokens of prompt + response are the prompt's tokens followed by the response's
@@ -110,7 +110,7 @@ def make_base(args: argparse.Namespace) -> None:
 @program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Make the model that the command line describes; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m training.toy.model", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m training.tools.toy.model", description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, nargs="+", required=True, help="JSON lines whose words become tokens")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--overwrite", action="store_true", help="write into a folder that is not empty")

@@ -1,7 +1,7 @@
 """The small generated corpus of the quickstart: film reviews from a grammar, and a judge that parses them.
 
-    python -m training.toy.reviews make --output_dir data [--seed 0]
-    python -m training.toy.reviews judge before.jsonl after.jsonl
+    python -m training.tools.toy.reviews make --output_dir data [--seed 0]
+    python -m training.tools.toy.reviews judge before.jsonl after.jsonl
 
 The corpus needs no download. The grammar that writes reviews (grammar.py) can decide exactly whether a sample is well
 formed and whether it is positive, which no reward model can. `distinct_bigrams` shows whether a policy lost variety.
@@ -163,7 +163,7 @@ def run_judge(args: argparse.Namespace) -> None:
 @program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m training.toy.reviews", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m training.tools.toy.reviews", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     make = commands.add_parser("make", help="write sft.jsonl, pairs.jsonl, prompts.jsonl and eval_prompts.jsonl")
     make.add_argument("--output_dir", type=Path, required=True)

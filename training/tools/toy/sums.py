@@ -1,8 +1,8 @@
 """Two-digit sums: data with answers, a checker as a reward function, and the accuracy of models.
 
-    python -m training.toy.sums make --output_dir data
-    ... training/step3_rlhf.py --data_path data/prompts.jsonl --reward_function training.toy.sums:right ...
-    python -m training.toy.sums accuracy --data data/eval_prompts.jsonl sft ppo/actor rloo/actor
+    python -m training.tools.toy.sums make --output_dir data
+    ... training/step3_rlhf.py --data_path data/prompts.jsonl --reward_function training.tools.toy.sums:right ...
+    python -m training.tools.toy.sums accuracy --data data/eval_prompts.jsonl sft ppo/actor rloo/actor
 
 Each of the 8,100 sums is in one of three files: sums with answers for step 1, prompts for step 3, and held-out prompts.
 The reward of step 3 says only whether an answer is right.
@@ -94,7 +94,7 @@ def run_accuracy(args: argparse.Namespace) -> None:
 @program
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m training.toy.sums", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m training.tools.toy.sums", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     make = commands.add_parser("make", help="write sft.jsonl, prompts.jsonl and eval_prompts.jsonl")
     make.add_argument("--output_dir", type=Path, required=True)

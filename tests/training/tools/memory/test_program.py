@@ -6,7 +6,7 @@ import warnings
 import pytest
 
 from tests.training.tools.memory.configurations import llama
-from training.memory_plan import main
+from training.tools.memory.__main__ import main
 from training.tools.memory.callback import measured_line
 
 

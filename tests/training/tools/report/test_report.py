@@ -1,4 +1,4 @@
-"""python -m training.report: what a page says of run folders that are made by hand."""
+"""four-engine-rlhf report: what a page says of run folders that are made by hand."""
 
 import json
 import re

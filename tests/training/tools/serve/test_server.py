@@ -236,7 +236,7 @@ def test_an_error_of_a_model_fails_its_request_alone(service, capfd, monkeypatch
 
 @pytest.mark.slow
 def test_the_program_serves_until_it_is_told_to_end(models, tmp_path):
-    command = [sys.executable, "-m", "training.serve", "--models", f"one={models['one']}", "--port", "0"]
+    command = [sys.executable, "-m", "training.tools.serve", "--models", f"one={models['one']}", "--port", "0"]
     log = tmp_path / "log"
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, "DS_ACCELERATOR": "cpu"})

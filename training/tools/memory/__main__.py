@@ -1,6 +1,6 @@
 """Estimates the memory that step 3 needs on given machines, from the models' configurations; needs no GPU itself.
 
-    python training/memory_plan.py --gpu a100-40g --num_gpus 8 --actor_model_name_or_path sft \\
+    four-engine-rlhf plan --gpu a100-40g --num_gpus 8 --actor_model_name_or_path sft \\
         --critic_model_name_or_path reward --actor_zero_stage 3 --critic_zero_stage 3
 
 Takes step 3's flags. Prints a table, whether the run fits in memory, and if not, what would make it fit. The exit code
