@@ -72,6 +72,8 @@ def test_the_dialects_that_pad_and_those_without_a_critic_are_named():
     assert (
         set(re.findall(r"`(\w+)`", sentence("performance.md", "Dialects whose formulas count padding", ")"))) == padded
     )
+    averaged = {name for name, dialect in DIALECTS.items() if dialect.micro_batches_matter}
+    assert set(re.findall(r"`(\w+)`", sentence("many_nodes.md", "average within micro-batches", ")"))) == averaged
     rows = sentence("without_critic.md", "| dialect | source | when |", "## What they compute")
     named = re.findall(r"\| `(\w+)` \|", rows)
     assert sorted(named) == sorted(name for name, dialect in DIALECTS.items() if not dialect.has_critic)

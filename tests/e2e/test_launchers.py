@@ -596,6 +596,15 @@ def test_pages_say_what_launchers_say(page, launcher, hardware, said):
     assert said.format(needed=rows()[launcher, hardware][4]) in text
 
 
+def test_the_page_says_what_four_nodes_of_v100_need(folders):
+    models = folders / "four_nodes"
+    planned("llama2_7b", "16xv100-32g", models)  # makes the models
+    words = flags_given("llama2_7b", 3, "16xv100-32g", models)
+    needed = plan_of([*words, "--offload", "false"], "32xv100-32g").needed
+    text = (ROOT / "docs" / "many_nodes.md").read_text(encoding="utf-8")
+    assert f"({needed / 1e9:.1f} of {gpu_bytes('v100-32g') / 1e9:.1f} GB)" in text
+
+
 FLAGS = {1: SFTFlags, 2: RewardFlags, 3: RLHFFlags}
 RM_STATIC = 76_256
 """Rows of Dahoas/rm-static's training split, by the card of the data set."""
