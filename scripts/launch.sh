@@ -32,7 +32,7 @@ first_lines() {
 
 usage() {
     echo "usage: $0 STEP [flags]     STEP: 1 (SFT), 2 (reward model), 3 (PPO); flags override the script's" \
-        "(all of them: $0 STEP --help). HARDWARE is $(sed -n 's/^hardware \([^ ]*\).*/\1/p' "$0") by default."
+        "(all of them: $0 STEP --help all). HARDWARE is $(sed -n 's/^hardware \([^ ]*\).*/\1/p' "$0") by default."
     printf '\n%s\n' "$(first_lines "$0")" "$(first_lines "${BASH_SOURCE[0]}")"
 }
 
@@ -99,7 +99,7 @@ launch() {
     for word in "$@"; do
         case "$word" in
         --dry_run) exec python -m training.tools.dry_run "${command[@]}" "$program" "$@" ;;
-        -h | --help) exec python "$program" --help ;;
+        -h | --help) exec python "$program" "$@" ;;
         esac
     done
     [ "${NUM_NODES:-1}" -eq 1 ] || [ -n "${HOSTFILE:-}" ] ||

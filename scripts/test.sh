@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests, in an environment that it makes if there is none; in two processes (with --quick three), because many
 # wait for what they have started. Arguments go to pytest:
-#   scripts/test.sh                    everything
+#   scripts/test.sh                    everything, in 12 minutes
 #   scripts/test.sh --quick            those of one process, in a minute and a half
 #   scripts/test.sh tests/engine/algo -k gae  some
 #   scripts/test.sh -n 0 --pdb         all in one process

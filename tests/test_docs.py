@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.algorithms import get_dialect, parse_settings
+from engine.algorithms import DIALECTS, get_dialect, parse_settings
 from training.tools import flag_docs
 
 ROOT = Path(__file__).parents[1]
@@ -61,13 +61,46 @@ def test_what_the_architecture_names_is_in_the_code():
     assert names - defined == {"opo"}  # what a user brings
 
 
+def sentence(page: str, first: str, last: str) -> str:
+    """The text of a page between two phrases."""
+    text = " ".join((ROOT / "docs" / page).read_text(encoding="utf-8").split())
+    return text.partition(first)[2].partition(last)[0]
+
+
+def test_the_dialects_that_pad_and_those_without_a_critic_are_named():
+    padded = {name for name, dialect in DIALECTS.items() if dialect.counts_padding}
+    assert (
+        set(re.findall(r"`(\w+)`", sentence("performance.md", "Dialects whose formulas count padding", ")"))) == padded
+    )
+    averaged = {name for name, dialect in DIALECTS.items() if dialect.micro_batches_matter}
+    assert set(re.findall(r"`(\w+)`", sentence("many_nodes.md", "average within micro-batches", ")"))) == averaged
+    rows = sentence("without_critic.md", "| dialect | source | when |", "## What they compute")
+    named = re.findall(r"\| `(\w+)` \|", rows)
+    assert sorted(named) == sorted(name for name, dialect in DIALECTS.items() if not dialect.has_critic)
+    assert f"{NUMBERS[len(named)]} [dialects](dialects.md) have no critic" in sentence("without_critic.md", "#", "##")
+
+
+NUMBERS = dict(enumerate(["Eight", "Nine", "Ten", "Eleven", "Twelve", "Thirteen"], start=8))
+
+
+def test_the_pad_token_of_each_dialect():
+    rows = sentence("dialects.md", "| `pad_token` | the pad token | dialects |", "`[PAD]` is added")
+    for rule in ("eos_unless_llama", "never_eos", "padding"):
+        cell = rows.partition(f"| `{rule}` |")[2].partition(" |")[2].partition(" | |")[0]
+        named = {name for name in re.findall(r"`(\w+)`", cell) if name in DIALECTS}
+        assert named == {name for name, dialect in DIALECTS.items() if dialect.pad_token == rule}, rule
+    others = {name for name, dialect in DIALECTS.items() if dialect.pad_token == "tokenizer"}
+    without = {name for name, dialect in DIALECTS.items() if not dialect.has_critic}
+    assert others == {"default", "openai"} | without - {"trl_rloo"}  # as its row says
+
+
 SECTIONS = {
     "General": [str(number) for number in range(1, 7)],
     "Reward model": ["1", "2", "3"],
     "Policy": [*(str(number) for number in range(1, 12)), "Adam"],
     "What its code does besides": ["a", "b", "c", "d", "e"],
 }
-FLAGS = {field.name for _, flags in flag_docs.SECTIONS for each in flags for field in dataclasses.fields(each)}
+FLAGS = {field.name for flags in flag_docs.PROGRAMS.values() for field in dataclasses.fields(flags)}
 
 
 def rows() -> dict[tuple[str, str], list[str]]:

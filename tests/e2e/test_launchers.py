@@ -283,8 +283,8 @@ def test_help(stand_ins):
     assert ended.returncode == 0 and ended.stdout.startswith("usage: ")
     assert re.search("16xv100-32g +all weights, states on the host", ended.stdout) and "HOSTFILE=hosts " in ended.stdout
     assert "HARDWARE is 8xa100-80g by default." in ended.stdout
-    flags = words_of(stand_ins, "opt_13b", "2", "--help")
-    assert flags == ["python", str(ROOT / "training" / "step2_reward.py"), "--help"]
+    flags = words_of(stand_ins, "opt_13b", "2", "--help", "all")
+    assert flags[:2] == ["python", str(ROOT / "training" / "step2_reward.py")] and flags[-2:] == ["--help", "all"]
 
 
 @pytest.mark.parametrize("nodes, options", [(1, "-o ServerAliveInterval=10 -o ServerAliveCountMax=3"), (0, "")])
@@ -360,6 +360,7 @@ LLAMA = {  # meta-llama/Llama-*: width, feed-forward width, layers, heads, heads
     "llama-2-70b": (8192, 28672, 80, 64, 8),
     "llama-3.1-8b": (4096, 14336, 32, 32, 8),
 }
+QWEN = {"qwen2.5-0.5b": (896, 4864, 24, 14, 2)}  # Qwen/Qwen2.5-0.5B, in the same order
 OPT = {  # facebook/opt-*: width, feed-forward width, layers, heads
     "opt-350m": (1024, 4096, 24, 16),
     "opt-1.3b": (2048, 8192, 24, 32),
@@ -385,6 +386,20 @@ def configuration(name: str) -> dict:
             "vocab_size": 32000 if "2" in name.split("-") else 128256,
             "max_position_embeddings": 4096 if "2" in name.split("-") else 131072,
             "tie_word_embeddings": False,
+        }
+    if name in QWEN:
+        width, middle, layers, heads, kept = QWEN[name]
+        return {
+            "architectures": ["Qwen2ForCausalLM"],
+            "model_type": "qwen2",
+            "hidden_size": width,
+            "intermediate_size": middle,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kept,
+            "vocab_size": 151936,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
         }
     width, middle, layers, heads = OPT[name]
     return {
@@ -541,6 +556,53 @@ def test_the_page_shows_what_the_planner_prints(folders, capsys):
     assert planner(command.replace("\\\n", " ").split()[2:]) == 0
     for line, said in zip(capsys.readouterr().out.splitlines(), shown.splitlines(), strict=True):
         assert line == said or (said.endswith(" ...") and line.startswith(said[:-4])), line
+
+
+CHECKPOINTING = ["--actor_gradient_checkpointing", "--critic_gradient_checkpointing"]
+ADAPTERS = [*CHECKPOINTING, "--actor_lora_dim", "64", "--critic_lora_dim", "64", "--only_optimize_lora"]
+
+
+@pytest.mark.parametrize(
+    "page, name, flags, said",
+    [
+        ("README.md", "qwen2.5-0.5b", [], "Step 3 takes {} GB by the plan"),
+        ("README.md", "qwen2.5-0.5b", CHECKPOINTING, ", {} GB with `--actor_gradient_checkpointing --critic_gradient"),
+        ("docs/memory.md", "opt-350m", CHECKPOINTING, "of OPT-350M takes {} GB"),
+        ("docs/memory.md", "opt-1.3b", CHECKPOINTING, "of OPT-1.3B {} GB"),
+        ("docs/memory.md", "opt-1.3b", ADAPTERS, "OPT-1.3B takes {} GB"),
+        ("docs/memory.md", "llama-2-7b", ADAPTERS, "Llama-2 7B {} GB"),
+        ("docs/memory.md", "llama-2-13b", ADAPTERS, "13B {} GB"),
+    ],
+)
+def test_pages_say_what_one_gpu_needs(page, name, flags, said, folders):
+    (folders / name).mkdir(exist_ok=True)
+    (folders / name / "config.json").write_text(json.dumps(configuration(name)))
+    models = [f"--{role}_model_name_or_path={folders / name}" for role in ("actor", "critic")]
+    needed = plan_of([*models, *flags, "--dtype", "bf16"], "1xa100-80g").needed
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert said.format(round(needed / 1e9)) in text
+
+
+@pytest.mark.parametrize(
+    "page, launcher, hardware, said",
+    [
+        ("README.md", "llama2_7b", "8xa100-80g", "{needed} GB of a GPU by the plan"),
+        ("docs/guide.md", "llama2_13b", "8xa100-80g", "step 3 with offloaded frozen models takes {needed} of 85 GB"),
+        ("docs/guide.md", "llama2_13b", "8xa100-40g", "with adapters of rank 64, {needed} of 42.5 GB"),
+    ],
+)
+def test_pages_say_what_launchers_say(page, launcher, hardware, said):
+    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    assert said.format(needed=rows()[launcher, hardware][4]) in text
+
+
+def test_the_page_says_what_four_nodes_of_v100_need(folders):
+    models = folders / "four_nodes"
+    planned("llama2_7b", "16xv100-32g", models)  # makes the models
+    words = flags_given("llama2_7b", 3, "16xv100-32g", models)
+    needed = plan_of([*words, "--offload", "false"], "32xv100-32g").needed
+    text = (ROOT / "docs" / "many_nodes.md").read_text(encoding="utf-8")
+    assert f"({needed / 1e9:.1f} of {gpu_bytes('v100-32g') / 1e9:.1f} GB)" in text
 
 
 FLAGS = {1: SFTFlags, 2: RewardFlags, 3: RLHFFlags}

@@ -6,11 +6,12 @@ to another step or another system, the error says what to use instead; otherwise
 
 import argparse
 import dataclasses
+import functools
 import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from engine.algorithms import Dialect
@@ -61,6 +62,46 @@ def read_yaml(path: str) -> dict:
 
 STEPS = {SFTFlags: 1, RewardFlags: 2, RLHFFlags: 3}
 
+FIRST = {
+    "models and data": (
+        *("model_name_or_path", "actor_model_name_or_path", "critic_model_name_or_path", "reward_model_name_or_path"),
+        *("data_path", "eval_data_path", "data_split"),
+    ),
+    "starting": ("output_dir", "config", "dry_run", "seed", "dtype"),
+    "lengths and batches": (
+        *("max_seq_len", "max_prompt_seq_len", "max_answer_seq_len", "per_device_train_batch_size"),
+        *("per_device_generation_batch_size", "generation_batches", "per_device_training_batch_size"),
+        "gradient_accumulation_steps",
+    ),
+    "how long, how fast": (
+        *("num_train_epochs", "max_steps", "learning_rate", "actor_learning_rate", "critic_learning_rate"),
+        *("lr_scheduler_type", "num_warmup_steps"),
+    ),
+    "choosing the algorithm": ("dialect", "set", "kl_coef", "ppo_epochs", "num_samples_per_prompt"),
+    "scores besides a reward model": ("reward_function", "reward_url", "environment"),
+    "fitting into memory": (
+        *("zero_stage", "actor_zero_stage", "critic_zero_stage", "offload"),
+        *("gradient_checkpointing", "actor_gradient_checkpointing", "critic_gradient_checkpointing"),
+    ),
+    "training adapters": ("lora_dim", "actor_lora_dim", "critic_lora_dim", "only_optimize_lora"),
+    "evaluating, saving, resuming": ("num_eval_prompts", "eval_steps", "save_steps", "resume"),
+}
+"""{task: flags of the steps that people use first}. --help and docs/flags.md begin with them."""
+
+
+def first_by_task(arguments_class: type[ProgramFlags]) -> dict[str, list[dataclasses.Field]]:
+    """{task: flags} of FIRST that the program has, after its other required flags and those that no step has."""
+    known = {spec.name: spec for spec in dataclasses.fields(arguments_class)}
+    tasks = {task: [known[name] for name in names if name in known] for task, names in FIRST.items()}
+    told = [spec for specs in tasks.values() for spec in specs]
+    own = [
+        spec
+        for spec in known.values()
+        if spec not in told
+        and (default_of(spec) is REQUIRED or not any(spec.name in step.__dataclass_fields__ for step in STEPS))
+    ]
+    return {task: specs for task, specs in {"this program": own, **tasks}.items() if specs}
+
 
 # {flag: what to use instead, in the steps that do not have the flag}.
 IN_STEP_3 = {
@@ -103,7 +144,7 @@ NEGATIVE = re.compile(r"-(inf|nan|[\d.]+(e[-+]?\d+)?)$", re.IGNORECASE)
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        raise UserError(f"{_shortened(message)}. --help lists the flags.")
+        raise UserError(f"{_shortened(message)}. --help all lists the flags.")
 
 
 def parse_flags(
@@ -120,13 +161,17 @@ def parse_flags(
     UserError for an unknown flag or key (the message names the most similar flag), a required flag that is missing, a
     value of the wrong type, or, if it validates, a value that asks for a feature that is missing here.
     """
-    parser = _parser(arguments_class, description)
+    parser = _parser(arguments_class)
     known = [spec.name for spec in dataclasses.fields(arguments_class)] + list(arguments_class.old_flags)
     _refuse_unknown(arguments_class, argv, known)
+    asked = next((place for place, word in enumerate(argv) if word in ("-h", "--help")), None)
+    if asked is not None:
+        print(help_text(arguments_class, description, list(argv[asked + 1 : asked + 2]) == ["all"]), end="")
+        raise SystemExit(0)
     words = _with_defaults(arguments_class, [*_file_words(arguments_class, argv, known), *argv], say)
     found, stray = parser.parse_known_args(words)
     if stray:
-        raise UserError(f"{_shortened(stray[0])!r} belongs to no flag. --help lists the flags.")
+        raise UserError(f"{_shortened(stray[0])!r} belongs to no flag. --help all lists the flags.")
     values = vars(found)
     del values["local_rank"]
     for name in arguments_class.old_flags:
@@ -139,27 +184,35 @@ def parse_flags(
     return args
 
 
-def _parser(arguments_class: type[ProgramFlags], description: str, defaults: bool = True) -> _Parser:
-    """The parser of the flags. defaults: whether the parser fills in defaults and demands required flags."""
-    parser = _Parser(
-        prog=running_command(),
-        description=description,
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        add_help=defaults,
-    )
+def help_text(arguments_class: type[ProgramFlags], description: str, every: bool) -> str:
+    """What --help prints: every flag of the program by topic, or those that people use first by task."""
+    parser = _parser(arguments_class, groups=None if every else first_by_task(arguments_class))
+    specs = dataclasses.fields(arguments_class)
+    required = "".join(f" --{spec.name} ..." for spec in specs if default_of(spec) is REQUIRED)
+    parser.usage = f"%(prog)s{required} [--FLAG VALUE ...]"
+    parser.description = description
+    parser.epilog = None if every else f"--help all lists all {len(specs)} flags; docs/flags.md has every program's."
+    parser.formatter_class = functools.partial(argparse.HelpFormatter, max_help_position=30)
+    return parser.format_help()
+
+
+def _parser(arguments_class: type[ProgramFlags], defaults: bool = True, groups: Mapping | None = None) -> _Parser:
+    """The parser of the flags. defaults: whether the parser fills in defaults and demands required flags. groups:
+    {heading: flags} if not all flags are wanted."""
+    parser = _Parser(prog=running_command(), allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
     parser._negative_number_matcher = NEGATIVE  # argparse's own takes a negative number with an exponent for a flag
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # given by the launcher
     hints = typing.get_type_hints(arguments_class)
-    for heading, specs in by_group(arguments_class).items():
+    for heading, specs in (by_group(arguments_class) if groups is None else groups).items():
         group = parser.add_argument_group(heading)
         for spec in specs:
-            group.add_argument(f"--{spec.name}", **_argparse_options(spec, hints[spec.name], defaults))
-    if arguments_class.old_flags:
+            options = _argparse_options(spec, hints[spec.name], defaults, short=groups is not None)
+            group.add_argument(f"--{spec.name}", **options)
+    if groups is None and arguments_class.old_flags:
         group = parser.add_argument_group("DeepSpeed-Chat's flags that have nothing left to do")
-    for name, kind in arguments_class.old_flags.items():
-        options: dict[str, Any] = _TRUTH if kind is bool else {"type": kind}
-        group.add_argument(f"--{name}", default=None if defaults else argparse.SUPPRESS, **options)
+        for name, kind in arguments_class.old_flags.items():
+            options = _TRUTH if kind is bool else {"type": kind}
+            group.add_argument(f"--{name}", default=None if defaults else argparse.SUPPRESS, **options)
     return parser
 
 
@@ -191,13 +244,13 @@ def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Seq
         return f" {sentence}"
     current = [known for known in names if known not in arguments_class.old_flags]
     near = " or ".join(f"{dashes}{known}" for known in nearest_names(name, current))
-    return f" Did you mean {near}?" if near else " --help lists the flags."
+    return f" Did you mean {near}?" if near else " --help all lists the flags."
 
 
 def _file_words(arguments_class: type[ProgramFlags], argv: Sequence[str], known: Sequence[str]) -> list[str]:
     """The settings of the YAML file as words of a command line. Each setting is parsed on its own first, so that an
     error can name its key."""
-    parser = _parser(arguments_class, "", defaults=False)
+    parser = _parser(arguments_class, defaults=False)
     given = vars(parser.parse_known_args(argv)[0])
     path = given.get("config")
     if path is None:
@@ -215,14 +268,16 @@ def _file_words(arguments_class: type[ProgramFlags], argv: Sequence[str], known:
         except UserError as error:
             raise UserError(f"{path}, key {key}: {error}") from None
         if stray:
-            raise UserError(f"{path}, key {key}: {reprlib.repr(value)} is more than one value. --help lists the flags.")
+            raise UserError(
+                f"{path}, key {key}: {reprlib.repr(value)} is more than one value. --help all lists the flags."
+            )
     kept = arguments_class.not_overridden(settings, given)
     return [word for key, value in kept.items() for word in _words(path, key, value)]
 
 
 def _with_defaults(arguments_class: type[ProgramFlags], words: list[str], say: Callable[[str], None]) -> list[str]:
     """The words of the command line and the file, after those of the defaults that --defaults names."""
-    given = vars(_parser(arguments_class, "", defaults=False).parse_known_args(words)[0])
+    given = vars(_parser(arguments_class, defaults=False).parse_known_args(words)[0])
     if "defaults" not in given:
         return words
     values = DEFAULTS[given["defaults"]][arguments_class.phase]
@@ -249,30 +304,39 @@ def _words(path: str, key: str, value) -> list[str]:
     return [f"--{key}", *texts]
 
 
-def _argparse_options(spec: dataclasses.Field, hint, defaults: bool) -> dict:
+def _argparse_options(spec: dataclasses.Field, hint, defaults: bool, short: bool) -> dict[str, Any]:
+    """How argparse is told of a flag. short: whether the first sentence of its help is enough."""
     required = default_of(spec) is REQUIRED
     default = None if required else default_of(spec)
     shown = "" if default in (None, [], False) else f" (default: {default})"
     if field := spec.metadata.get("field"):
-        shown = f" (default: the dialect's; {getattr(Dialect(), field)} with --dialect default)"
+        shown = f" ({getattr(Dialect(), field)} in the dialect default)"
+    text, known = spec.metadata["help"], choices_of(spec)
+    names = ", ".join(map(str, known or ()))
+    many = len(names) > 50  # argparse would put them on one line
+    if many:
+        shown = f". One of {names}{shown}"
     options = {
-        "help": (spec.metadata["help"] + shown).replace("%", "%%"),
+        "help": ((text.partition(". ")[0] if short else text) + shown).replace("%", "%%"),
         "default": default if defaults else argparse.SUPPRESS,
         "required": defaults and required,
     }
     if isinstance(hint, types.UnionType):
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
+    kind = typing.get_args(hint)[0] if typing.get_origin(hint) is list else hint
+    if many or not known:
+        options["metavar"] = {str: "TEXT", int: "INTEGER", float: "NUMBER"}.get(kind)
     if hint is bool:
         # Without a value the flag means true. With the value false it can undo what a file or a script has set.
         return options | _TRUTH
     if typing.get_origin(hint) is list:
         return options | {
-            "type": typing.get_args(hint)[0],
-            "choices": choices_of(spec),
+            "type": kind,
+            "choices": known,
             "nargs": "+",
             "action": "extend" if spec.metadata["adds_up"] else "store",
         }
-    return options | {"type": hint, "choices": choices_of(spec)}
+    return options | {"type": kind, "choices": known}
 
 
 def _truth(text: str) -> bool:

@@ -2,30 +2,37 @@
 
 python -m training.tools.flag_docs > docs/flags.md
 
-If several programs have a flag with the same help text, the flag stands in the first section that covers all of these
-programs.
+Programs that have a flag with the same value, default and help text share its row.
 """
 
 import dataclasses
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from engine.algorithms import Dialect
 from engine.options import LIMITS, REQUIRED, choices_of, default_of
 from training.config.algorithm import DIALECT_FLAGS
 from training.config.flags import ProgramFlags, by_group
+from training.config.parsing import FIRST, STEPS
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.tools.audit.flags import AuditFlags
 from training.tools.compare.flags import CompareFlags
+from training.tools.memory.flags import MemoryFlags
 from training.tools.merge.flags import MergeFlags
 from training.tools.serve.flags import ServeFlags
 
 HEAD = """# Flags
 
-Made by `python -m training.tools.flag_docs > docs/flags.md` from the dataclasses of the flags. Every flag can also
-stand in a YAML file (`--config run.yaml`, keys without dashes, flags on the command line win):
+Search this page for a flag or a word. It is made by `python -m training.tools.flag_docs > docs/flags.md`. A program's
+`--help` shows the flags of the first part, `--help all` every flag that it has.
+
+The column "of" names commands of `four-engine-rlhf`. sft, reward and ppo are steps 1, 2 and 3, whose programs are
+`training/step1_sft.py`, `step2_reward.py` and `step3_rlhf.py`; "steps" stands for all three. plan also takes the flags
+of ppo.
+
+Every flag can also stand in a YAML file (`--config run.yaml`, keys without dashes, flags on the command line win):
 
 ```yaml
 output_dir: out/ppo
@@ -37,19 +44,16 @@ enable_ema: true
 A switch is given bare (`--offload`) or with `true` or `false`. Flags of [DeepSpeed-Chat](from_deepspeed_chat.md) that
 have no effect here are accepted.
 """
-SECTIONS: tuple[tuple[str, Sequence[type[ProgramFlags]]], ...] = (
-    ("All three steps", (SFTFlags, RewardFlags, RLHFFlags)),
-    ("Steps 1 and 2", (SFTFlags, RewardFlags)),
-    ("Step 1, `training/step1_sft.py`", (SFTFlags,)),
-    ("Step 2, `training/step2_reward.py`", (RewardFlags,)),
-    ("Step 3, `training/step3_rlhf.py`", (RLHFFlags,)),
-    ("Merging, comparing and auditing", (MergeFlags, CompareFlags, AuditFlags)),
-    ("Comparing and auditing", (CompareFlags, AuditFlags)),
-    ("Merging, `four-engine-rlhf merge`", (MergeFlags,)),
-    ("Comparing, `four-engine-rlhf compare`", (CompareFlags,)),
-    ("Auditing, `four-engine-rlhf audit`", (AuditFlags,)),
-    ("Serving, `four-engine-rlhf serve`", (ServeFlags,)),
-)
+PROGRAMS: dict[str, type[ProgramFlags]] = {
+    "sft": SFTFlags,
+    "reward": RewardFlags,
+    "ppo": RLHFFlags,
+    "plan": MemoryFlags,
+    "merge": MergeFlags,
+    "compare": CompareFlags,
+    "audit": AuditFlags,
+    "serve": ServeFlags,
+}
 DIALECT = """## Fields of a dialect
 
 [Dialects](dialects.md) are rows of these choices. Each is set by `--set FIELD=VALUE`, some by a flag of step 3, too.
@@ -57,50 +61,53 @@ Defaults are those of the dialect `default`; `python -m engine.algorithms` print
 """
 
 
+@dataclasses.dataclass
+class Row:
+    """A flag of one or several programs."""
+
+    name: str
+    group: str
+    cells: list[str]
+    programs: list[str]
+
+    def __str__(self) -> str:
+        shared = self.programs[:3] == ["sft", "reward", "ppo"]
+        of = ["steps", *self.programs[3:]] if shared else self.programs
+        return _row(f"`--{self.name}`", ", ".join(of), *self.cells)
+
+
 def document() -> str:
     """The whole page."""
-    parts, told = [HEAD], {}
-    for title, programs in SECTIONS:
-        parts.append(section(title, programs, told))
+    every, steps = rows(), {name for name, program in PROGRAMS.items() if program in STEPS}
+    first = {
+        task: [row for name in names for row in every if row.name == name and steps & set(row.programs)]
+        for task, names in FIRST.items()
+    }
+    told = [row for found in first.values() for row in found]
+    others: dict[str, list[Row]] = {}
+    for row in every:
+        if row not in told:
+            others.setdefault(row.group, []).append(row)
+    parts = [HEAD]
+    for title, groups in (("The flags that people use first", first), ("All others", others)):
+        parts.append(f"## {title}\n")
+        for group, found in groups.items():
+            parts += _table(group, ("flag", "of", "value", "default", ""), found)
     return "\n".join([*parts, DIALECT, dialect_tables()])
 
 
-def section(title: str, programs: Sequence[type[ProgramFlags]], told: dict[str, list]) -> str:
-    """Make a section of the page: a table for each group of flags that all of these programs have with the same help
-    text.
-
-    title: the section's heading. told: {table row: (title, programs) of each earlier section with this row}; the
-    function adds this section. If the row of a flag already stands in a section for other programs, a line in this
-    section names the flag.
-    """
-    shared = set.intersection(*({row for _, row in rows(program)} for program in programs))
-    groups: dict[str, list[str]] = {}
-    others: dict[str, list[str]] = {}
-    for group, row in rows(programs[0]):
-        where = told.setdefault(row, [])
-        if row not in shared or any(set(programs) <= set(had) for _, had in where):
-            continue
-        if where:
-            others.setdefault(where[0][0], []).append(row.split()[1])
-        else:
-            groups.setdefault(group, []).append(row)
-        where.append((title, programs))
-    lines = [f"## {title}", ""]
-    for there, names in others.items():
-        lines.append(f'From the section "{there.partition(",")[0]}" it also takes: {", ".join(names)}.\n')
-    for group, found in groups.items():
-        lines += _table(group, ("flag", "value", "default", ""), found)
-    return "\n".join(lines)
-
-
-def rows(program: type[ProgramFlags]) -> list[tuple[str, str]]:
-    """(group, table row) for each flag of a program."""
-    hints = typing.get_type_hints(program)
-    return [
-        (group, _row(f"`--{spec.name}`", _value(spec, hints[spec.name]), _default(spec), _help(spec)))
-        for group, specs in by_group(program).items()
-        for spec in specs
-    ]
+def rows() -> list[Row]:
+    """The flags of all programs, by topic."""
+    found: dict[tuple, Row] = {}
+    for name, program in PROGRAMS.items():
+        hints = typing.get_type_hints(program)
+        for group, specs in by_group(program).items():
+            for spec in specs:
+                cells = [_value(spec, hints[spec.name]), _default(spec), _help(spec)]
+                row = found.setdefault((spec.name, *cells), Row(spec.name, group, cells, []))
+                if name != "plan" or "ppo" not in row.programs:
+                    row.programs.append(name)
+    return list(found.values())
 
 
 def dialect_tables() -> str:
@@ -119,8 +126,8 @@ def dialect_tables() -> str:
     return "\n".join(lines)
 
 
-def _table(group: str, head: Sequence[str], found: Sequence[str]) -> list[str]:
-    return [f"### {group[0].upper()}{group[1:]}", "", _row(*head), _row(*["---"] * len(head)), *found, ""]
+def _table(group: str, head: Sequence[str], found: Iterable) -> list[str]:
+    return [f"### {group[0].upper()}{group[1:]}", "", _row(*head), _row(*["---"] * len(head)), *map(str, found), ""]
 
 
 def _row(*cells: str) -> str:

@@ -2,6 +2,7 @@
 values that a flag once had, and flags of other systems.
 """
 
+import re
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
@@ -13,7 +14,7 @@ from scripts.harness.models import make_causal_lm
 from tests.training.config.command_lines import REQUIRED_FLAGS, Flags, dialect_refusal, parse, refusal
 from training.config.flags import make_paths_absolute
 from training.config.other_systems import HEADINGS, rows
-from training.config.parsing import STEPS, parse_flags
+from training.config.parsing import FIRST, STEPS, parse_flags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.runtime.nodes import named_files
@@ -62,17 +63,17 @@ def test_negative_numbers_may_begin_a_list():
         (["--colour", "blue"], "unknown flag --colour. Did you mean --color?"),
         (["--rates=3"], "unknown flag --rates. Did you mean --rate?"),
         (["--rat", "3"], "unknown flag --rat. Did you mean --rate?"),  # and not taken for an abbreviation
-        (["--zzzzzz", "3"], "unknown flag --zzzzzz. --help lists the flags."),
-        (["--hel"], "unknown flag --hel. --help lists the flags."),
-        (["--locl_rank", "3"], "unknown flag --locl_rank. --help lists the flags."),  # the launcher's
-        (["--rat", "3", "--hel"], "unknown flag --rat. Did you mean --rate? Also unknown flag --hel. --help lists"),
-        (["stray"], "'stray' belongs to no flag. --help lists the flags."),
-        (["--size", "3", "4"], "'4' belongs to no flag. --help lists the flags."),
-        (["-s", "3"], "'-s' belongs to no flag. --help lists the flags."),
-        (["--size", "many"], "argument --size: invalid int value: 'many'. --help lists the flags."),
-        (["--size", "3.5"], "argument --size: invalid int value: '3.5'. --help lists the flags."),
-        (["--rate", "high"], "argument --rate: invalid float value: 'high'. --help lists the flags."),
-        (["--rate"], "argument --rate: expected one argument. --help lists the flags."),
+        (["--zzzzzz", "3"], "unknown flag --zzzzzz. --help all lists the flags."),
+        (["--hel"], "unknown flag --hel. --help all lists the flags."),
+        (["--locl_rank", "3"], "unknown flag --locl_rank. --help all lists the flags."),  # the launcher's
+        (["--rat", "3", "--hel"], "unknown flag --rat. Did you mean --rate? Also unknown flag --hel. --help all lists"),
+        (["stray"], "'stray' belongs to no flag. --help all lists the flags."),
+        (["--size", "3", "4"], "'4' belongs to no flag. --help all lists the flags."),
+        (["-s", "3"], "'-s' belongs to no flag. --help all lists the flags."),
+        (["--size", "many"], "argument --size: invalid int value: 'many'. --help all lists the flags."),
+        (["--size", "3.5"], "argument --size: invalid int value: '3.5'. --help all lists the flags."),
+        (["--rate", "high"], "argument --rate: invalid float value: 'high'. --help all lists the flags."),
+        (["--rate"], "argument --rate: expected one argument. --help all lists the flags."),
         (["--color", "green"], "argument --color: invalid choice: 'green'"),
         (["--seed", "-1"], "--seed -1: must be at least 0."),
     ],
@@ -99,14 +100,44 @@ def test_flags_of_other_steps_are_named(flags_class, word, told):
 
 
 def test_a_missing_flag_is_named():
-    with pytest.raises(UserError, match="required: --size. --help lists the flags"):
+    with pytest.raises(UserError, match="required: --size. --help all lists the flags"):
         parse_flags(Flags, ["--output_dir", "out"], "a program")
 
 
 @pytest.mark.parametrize("flags_class", REQUIRED_FLAGS)
-def test_help_lists_every_flag(flags_class, capsys):
+def test_help_shows_first_flags_and_names_the_way_to_all(flags_class, capsys):
     with pytest.raises(SystemExit) as end:
         parse("--help", flags_class=flags_class)
+    assert end.value.code == 0
+    shown, known = capsys.readouterr().out, [spec.name for spec in fields(flags_class)]
+    first = [name for names in FIRST.values() for name in names if name in known]
+    assert re.findall(r"^  --(\w+)", shown, re.MULTILINE) == first and len(first) < len(known) / 2
+    assert f"--help all lists all {len(known)} flags" in shown
+
+
+def test_help_of_another_program_begins_with_its_own_flags(capsys):
+    with pytest.raises(SystemExit):
+        parse_flags(Flags, ["--help"], "")
+    shown = re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE)
+    assert shown == [
+        "size",
+        "rate",
+        "color",
+        "quick",
+        "checked",
+        "center",
+        "output_dir",
+        "config",
+        "dry_run",
+        "seed",
+        "dtype",
+    ]
+
+
+@pytest.mark.parametrize("flags_class", REQUIRED_FLAGS)
+def test_help_all_lists_every_flag(flags_class, capsys):
+    with pytest.raises(SystemExit) as end:
+        parse("--help", "all", flags_class=flags_class)
     assert end.value.code == 0
     shown = capsys.readouterr().out
     assert all(
@@ -161,7 +192,7 @@ def test_the_command_line_wins_over_the_file(config):
     "text, told",
     [
         ("sise: 3", "run.yaml: unknown key sise. Did you mean size?"),
-        ("zzzzzz: 3", "run.yaml: unknown key zzzzzz. --help lists the flags."),
+        ("zzzzzz: 3", "run.yaml: unknown key zzzzzz. --help all lists the flags."),
         ("3: 3", "run.yaml: unknown key 3."),
         ("config: x", "run.yaml: unknown key config."),
         ("local_rank: 3", "run.yaml: unknown key local_rank."),
@@ -322,4 +353,4 @@ def test_each_name_that_is_none_of_ours_is_answered(row):
         for name in row.names if step in HEADINGS[row.heading] else ():
             if name not in (*flags_class.__dataclass_fields__, *flags_class.old_flags):
                 told = refusal(f"--{name}", "1", flags_class=flags_class)
-                assert "Did you mean" not in told and "--help lists" not in told, told
+                assert "Did you mean" not in told and "--help all lists" not in told, told

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.algorithms import Dialect
+from training.config.parsing import FIRST
 from training.tools import flag_docs
 
 PAGE = Path(__file__).parents[3] / "docs" / "flags.md"
@@ -16,24 +17,27 @@ def test_the_page_is_what_the_code_makes():
     assert PAGE.read_text() == flag_docs.document(), "run: python -m training.tools.flag_docs > docs/flags.md"
 
 
-PROGRAMS = [programs[0] for _, programs in flag_docs.SECTIONS if len(programs) == 1]
+def of(cell: str) -> list[str]:
+    """The programs that a row's second cell names; plan takes what ppo takes."""
+    names = cell.replace("steps", "sft, reward, ppo").split(", ")
+    return [*names, "plan"] if "ppo" in names else names
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
-def test_every_flag_of_a_program_has_one_row_or_is_named_once(program):
-    told, found = {}, []
-    for title, programs in flag_docs.SECTIONS:
-        text = flag_docs.section(title, programs, told)
-        if program in programs:
-            found += re.findall(r"^\| `--(\w+)` \|", text, re.MULTILINE)
-            found += re.findall(r"`--(\w+)`[,.]", "\n".join(re.findall("^From the section .*", text, re.MULTILINE)))
-    assert sorted(found) == sorted(spec.name for spec in dataclasses.fields(program))
+@pytest.mark.parametrize("program", flag_docs.PROGRAMS)
+def test_every_flag_of_a_program_has_a_row(program):
+    flags = PAGE.read_text().partition("## Fields of a dialect")[0]
+    found = [
+        name for name, cell in re.findall(r"^\| `--(\w+)` \| ([^|]+) \|", flags, re.MULTILINE) if program in of(cell)
+    ]
+    twice = ["output_dir", "data_path"] * (program == "plan")  # ppo's, and what they are in a plan
+    assert sorted(found) == sorted([*(spec.name for spec in dataclasses.fields(flag_docs.PROGRAMS[program])), *twice])
 
 
-def test_what_the_three_steps_share_is_said_once():
-    for name in ("--seed", "--data_path", "--save_steps", "--only_optimize_lora"):
-        rows = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| `{name}` |")]
-        assert len(rows) == (2 if name == "--data_path" else 1), rows  # merging can do without
+def test_the_page_begins_with_fifty_flags_that_steps_have():
+    first = PAGE.read_text().partition("## All others")[0]
+    names = re.findall(r"^\| `--(\w+)` \|", first, re.MULTILINE)
+    assert list(dict.fromkeys(names)) == [name for names in FIRST.values() for name in names]
+    assert len(set(names)) == 50
 
 
 def test_every_field_of_the_dialect_has_one_row():
@@ -54,15 +58,17 @@ def test_tables_are_whole():
 def test_some_rows_as_they_should_read():
     page = PAGE.read_text()
     for row in (
-        "| `--output_dir` | text | required | folder for models, metrics and checkpoints: new, empty, or that of",
-        "| `--seed` | integer ≥ 0, ≤ 2147483647 | `1234` | seed of data order, new weights",
-        "| `--data_path` | text, one or more | required |",
-        "| `--enable_tensorboard` | switch | `true` |",
-        "| `--kl_coef` | number ≥ 0 | the dialect's (`0.1`) | coefficient of the KL penalty |",
-        "| `--dtype` | `fp32`, `fp16`, `bf16` | |",
-        "| `--max_steps` | integer ≥ 1 | |",
-        "| `--inference_tp_size` | integer ≥ 1 | |",
-        "| `--actor_learning_rate` | number ≥ 0 | the dialect's (`1e-05`) | peak learning rate of the actor |",
+        "| `--output_dir` | steps, merge, compare | text | required | folder for models, metrics and checkpoints: new,",
+        "| `--seed` | steps, merge, compare | integer ≥ 0, ≤ 2147483647 | `1234` | seed of data order, new weights",
+        "| `--data_path` | steps, compare | text, one or more | required |",
+        "| `--data_path` | merge | text, one or more | |",
+        "| `--enable_tensorboard` | steps, merge, compare | switch | `true` |",
+        "| `--kl_coef` | ppo | number ≥ 0 | the dialect's (`0.1`) | coefficient of the KL penalty |",
+        "| `--dtype` | steps, merge, compare, serve | `fp32`, `fp16`, `bf16` | |",
+        "| `--max_steps` | sft, reward | integer ≥ 1 | |",
+        "| `--inference_tp_size` | ppo | integer ≥ 1 | |",
+        "| `--actor_learning_rate` | ppo | number ≥ 0 | the dialect's (`1e-05`) | peak learning rate of the actor |",
+        "| `--gpu` | plan | text | `a100-80g` |",
         "| `actor_lr` | number ≥ 0 | `1e-05` | `--actor_learning_rate` | |",
         "| `betas` | number ≥ 0, < 1, two | `(0.9, 0.95)` | | Adam's betas |",
     ):
