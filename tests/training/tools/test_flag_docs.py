@@ -58,7 +58,7 @@ def test_tables_are_whole():
 def test_some_rows_as_they_should_read():
     page = PAGE.read_text()
     for row in (
-        "| `--output_dir` | steps, merge, compare | text | required | folder for models, metrics and checkpoints: new,",
+        "| `--output_dir` | steps, merge, compare, audit | text | required | folder for models, metrics and checkpoints: new,",
         "| `--seed` | steps, merge, compare | integer ≥ 0, ≤ 2147483647 | `1234` | seed of data order, new weights",
         "| `--data_path` | steps, compare | text, one or more | required |",
         "| `--data_path` | merge | text, one or more | |",
