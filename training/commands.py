@@ -16,8 +16,8 @@ COMMANDS = {
     "reward": ("training.step2_reward", "step 2: a reward model from pairs"),
     "ppo": ("training.step3_rlhf", "step 3: PPO"),
     "plan": ("training.tools.memory", "the memory that step 3 needs on given GPUs"),
-    "audit": ("training.tools.audit", "what the best of many responses by each reward looks like, before PPO"),
     "compare": ("training.tools.compare", "which of several models is better"),
+    "audit": ("training.tools.audit", "what the best responses by a reward look like, before PPO"),
     "merge": ("training.tools.merge", "models between the SFT model and trained ones"),
     "serve": ("training.tools.serve", "models answer over HTTP, and a reward model scores"),
     "report": ("training.tools.report", "one run, or several, as an HTML page"),
@@ -34,7 +34,7 @@ A command runs as one process, on one GPU. For several GPUs, start the module, w
 
 deepspeed --num_gpus 8 --module training.step3_rlhf [flags]
 
-sft, reward, ppo, audit, compare and merge can use several."""
+sft, reward, ppo, compare, audit and merge can use several."""
 
 
 def running_command() -> str | None:

@@ -567,8 +567,8 @@ def _told(since: TurningPoint) -> Finding:
     return Finding(
         LOOK,
         f"over-optimised since step {since.step}, {provided}: from there the score rose from {since.scores[0]:.3g} to "
-        f"{since.scores[1]:.3g}, and {what} fell from {since.best:.3g} to {since.last:.3g}; four-engine-rlhf merge "
-        f"with {back} goes back",
+        f"{since.scores[1]:.3g}, and {what} fell from {since.best:.3g} to {since.last:.3g}; merging with {back} "
+        "goes back",
         "Read samples/. A checkpoint of that step or before (--save_steps, --keep_best_by) goes back, too.",
     )
 

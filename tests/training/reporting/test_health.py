@@ -176,21 +176,19 @@ def halves(first: float, last: float):
 FELL = {
     "a judge": (
         "over-optimised since step 20, if reward/judge says how good a response is: from there the score rose from ",
-        "and reward/judge (weight 0) fell from 0.2 to 0.1; four-engine-rlhf merge with --choose_by eval/reward_judge "
-        "goes back",
+        "and reward/judge (weight 0) fell from 0.2 to 0.1; merging with --choose_by eval/reward_judge goes back",
         {"reward_judge": halves(0.2, 0.1), "objective_scores_judge": lambda t: 0.0},
     ),
     "ends": (
         "30% of responses ended by themselves at the end, the others hit the limit. With it: over-optimised since step "
         "20, if a",
-        "the share of responses that end fell from 0.8 to 0.3; four-engine-rlhf merge with --max_kl 4.5 goes back. "
-        "At the start 80% did, and the score of a cut response is close to noise. Try --missing_eos_penalty 1 first",
+        "the share of responses that end fell from 0.8 to 0.3; merging with --max_kl 4.5 goes back. At the "
+        "start 80% did, and the score of a cut response is close to noise. Try --missing_eos_penalty 1 first",
         {"rollout_eos_rate": halves(0.8, 0.3)},
     ),
     "likelihood": (
         "over-optimised since step 20, if a reward model gives the score: ",
-        "and the reference's log-prob of a token fell from -2 to -2.3; four-engine-rlhf merge with --max_kl 4.5 "
-        "goes back",
+        "and the reference's log-prob of a token fell from -2 to -2.3; merging with --max_kl 4.5 goes back",
         {"objective_kl_per_token": halves(0.0, 0.3)},
     ),
 }

@@ -58,13 +58,13 @@ def test_tables_are_whole():
 def test_some_rows_as_they_should_read():
     page = PAGE.read_text()
     for row in (
-        "| `--output_dir` | steps, merge, compare, audit | text | required | folder for models, metrics and checkpoints: new,",
-        "| `--seed` | steps, merge, compare | integer ≥ 0, ≤ 2147483647 | `1234` | seed of data order, new weights",
-        "| `--data_path` | steps, compare | text, one or more | required |",
+        "| `--output_dir` | steps, merge, compare, audit | text | required | folder for models, metrics",
+        "| `--seed` | steps, merge, compare, audit | integer ≥ 0, ≤ 2147483647 | `1234` | seed of data order,",
+        "| `--data_path` | steps, compare, audit | text, one or more | required |",
         "| `--data_path` | merge | text, one or more | |",
-        "| `--enable_tensorboard` | steps, merge, compare | switch | `true` |",
+        "| `--enable_tensorboard` | steps, merge, compare, audit | switch | `true` |",
         "| `--kl_coef` | ppo | number ≥ 0 | the dialect's (`0.1`) | coefficient of the KL penalty |",
-        "| `--dtype` | steps, merge, compare, serve | `fp32`, `fp16`, `bf16` | |",
+        "| `--dtype` | steps, merge, compare, audit, serve | `fp32`, `fp16`, `bf16` | |",
         "| `--max_steps` | sft, reward | integer ≥ 1 | |",
         "| `--inference_tp_size` | ppo | integer ≥ 1 | |",
         "| `--actor_learning_rate` | ppo | number ≥ 0 | the dialect's (`1e-05`) | peak learning rate of the actor |",

@@ -8,6 +8,7 @@ from engine import distributed
 from engine.errors import shown_command
 from engine.options import default_of
 from engine.zero.accelerator import ranks_of_this_machine
+from training.commands import NAME
 from training.config.models import SCORE
 from training.config.reward import score_parts
 from training.config.step3 import RLHFFlags
@@ -26,14 +27,14 @@ OF_THE_RUN = {
 
 
 class Line(Callback):
-    """Prints the command `four-engine-rlhf merge` for the run: with its models, rewards, prompts and lengths."""
+    """Prints the command of `four-engine-rlhf merge` for the run: with its models, rewards, prompts and lengths."""
 
     def ended(self, run: Any) -> None:
         """Print it, if there are held-out prompts to measure by."""
         trained = run.saved_models.get("actor") or run.saved_models.get("actor_adapter")
         if not (distributed.is_main() and isinstance(run.args, RLHFFlags) and run.args.num_eval_prompts and trained):
             return
-        with unwritten_noted("the command four-engine-rlhf merge"):
+        with unwritten_noted("the command of merging"):
             rows = read_metrics(run.output_dir / METRICS_FILE)
             command = merge_command(run.args, run.plan.dialect, trained, rows)
             saves = "--choose_by" in command or "--max_kl" in command
@@ -48,8 +49,8 @@ def merge_command(args: RLHFFlags, dialect: Any, trained: Path, rows: list[dict]
     """The command that measures models on the line from the SFT model through `trained`. rows: the run's metrics."""
     ranks = ranks_of_this_machine()
     partitioned = args.stage("actor") == 3 and ranks > 1
-    words = ["deepspeed", "--num_gpus", str(ranks), "--module", "training.tools.merge"]
-    words = words if partitioned else ["four-engine-rlhf", "merge"]
+    ranked = ["deepspeed", "--num_gpus", str(ranks), "--module", "training.tools.merge"]
+    words = ranked if partitioned else [NAME, "merge"]
     words += ["--sft_model_name_or_path", args.actor_model_name_or_path]
     words += ["--trained_model_name_or_path", str(trained)]
     if args.reward_paths:
