@@ -21,5 +21,5 @@ COPY . .
 RUN pip install -c /opt/constraints.txt -e .
 
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-WORKDIR /work
+WORKDIR /data
 CMD ["four-engine-rlhf"]

@@ -145,8 +145,8 @@ class BestOf:
 
     def safety(self, reward: str) -> Estimate:
         """How much better the best of `self.k` by a reward are than all responses, in standard deviations of a
-        response: by the judge. Without a judge it is the mean of what predicts one best (docs/audit.md): more responses
-        that end, fewer new words, higher scores by the other rewards."""
+        response: by the judge. Without a judge it is the mean of three signs, which are a hint and no more
+        (docs/audit.md): more responses that end, fewer new words, higher scores by the other rewards."""
         if self.judge is not None:
             return Estimate.of(self.change(reward, self.judge))
         others = [self.change(reward, other) for other in self.scores if other != reward]

@@ -69,10 +69,9 @@ def choice(args: RLHFFlags, dialect: Any, rows: list[dict]) -> list[str]:
     """The flags that choose the scale: by a reward that PPO did not see; else within the KL beyond which the run was
     over-optimised; else by what PPO maximised, if that is the score less KL."""
     judges = [part.name for part in score_parts(args) if part.weight == 0.0]
-    since = over_optimised_since(rows)
     if judges:
         return ["--choose_by", f"eval/reward_{judges[0]}"]
-    if since is not None:
+    if since := over_optimised_since(rows):
         return since.bound.split()
     coefficients = column(rows, "objective/kl_coef")
     if not coefficients or dialect.score_scaling != "none" or dialect.likelihood_coef:
