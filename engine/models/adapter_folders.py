@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from engine.errors import UserError, shortened
-from engine.files import parsed_json, refuse_pointers
+from engine.files import refuse_pointers
 from engine.models.adapters import inject
 from engine.models.model_paths import ADAPTER_CONFIG, base_of, is_adapter, one_line
 from engine.models.weight_files import Header, Misfit, file_headers, listed
@@ -126,7 +126,7 @@ class AdapterFolder:
         if not file.is_file():
             return {}
         try:
-            found = parsed_json(file.read_text(encoding="utf-8"))
+            found = json.loads(file.read_text(encoding="utf-8"))
             check_score({name: found[name] for name in SCORE_SETTINGS})
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(

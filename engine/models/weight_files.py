@@ -31,7 +31,7 @@ from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
 
 from engine import atomic_files
 from engine.errors import UserError, shortened
-from engine.files import parsed_json, refuse_pointers
+from engine.files import refuse_pointers
 from engine.lazy import Lazy
 from engine.models.model_paths import WEIGHT_FILES, one_line
 
@@ -178,7 +178,7 @@ def _index(folder: Path) -> Path | None:
 def _weight_map(index: Path, what: str) -> dict[str, str]:
     """{name of a tensor: name of its file}, read from an index file."""
     try:
-        by_name = parsed_json(index.read_text(encoding="utf-8"))["weight_map"]
+        by_name = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = {name: str(file) for name, file in by_name.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
