@@ -245,9 +245,8 @@ def check_sizes(
     mini_batches: int = 1,
     micro_batch_size: int | None = None,
     ranks: int = 1,
-    layers: int | None = None,
 ) -> None:
-    """Check that a dialect can run with these batch sizes and this actor.
+    """Check that a dialect can run with these batch sizes.
 
     Args:
         rows_per_rank: number of responses that each rank generates in a PPO step.
@@ -255,12 +254,9 @@ def check_sizes(
         micro_batch_size: number of responses in one forward and backward pass; None: all responses of an optimizer
             step.
         ranks: number of ranks.
-        layers: number of layers of the actor; None if it is not known.
 
     Raises: UserError if it cannot.
     """
-    if layers is not None and dialect.hydra_layers > layers:
-        raise UserError(f"hydra_layers {dialect.hydra_layers}: the actor has {layers} layers. Give at most that many.")
     unscaled = {"score_scaling": "none", "likelihood_coef": 0.0}
     scaled = [f"{name} {getattr(dialect, name)!r}" for name in unscaled if getattr(dialect, name) != unscaled[name]]
     if scaled and rows_per_rank * ranks < 2:

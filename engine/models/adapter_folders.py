@@ -11,7 +11,6 @@ fingerprint of the base model on which the factors were trained.
 
 import copy
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -87,23 +86,9 @@ class AdapterFolder:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """{name within the model: header} of the tensors in the weight file. Raises: UserError if the file is broken,
-        the names are not peft's, or a tensor has integers."""
-        found = file_headers(self.file, self.what)
-        foreign = [name for name in found if not name.startswith(PREFIX)]
-        if foreign or not found:
-            raise UserError(
-                f"{self.what}: {self.file} holds {listed(foreign) if foreign else 'nothing'}, where peft's names begin "
-                f"with {PREFIX}. Give a folder that peft's save_pretrained wrote."
-            )
-        packed = [name for name, header in found.items() if not header.is_float]
-        if packed:
-            kinds = ", ".join(sorted({found[name].dtype for name in packed}))
-            raise UserError(
-                f"{self.what}: {self.file} holds {listed(packed)} of type {kinds}, where factors are floating-point "
-                "numbers. Give the adapter as it was before it was quantized or converted."
-            )
-        return {name.removeprefix(PREFIX): header for name, header in found.items()}
+        """{name within the model: header} of the tensors in the weight file. Raises: UserError if the file is
+        broken."""
+        return {name.removeprefix(PREFIX): header for name, header in file_headers(self.file, self.what).items()}
 
     @property
     def has_head(self) -> bool:
@@ -121,18 +106,9 @@ class AdapterFolder:
         return self._score().get("step_end")
 
     def _score(self) -> dict:
-        """What the file SCORE says; {} if there is none. Raises: UserError if it is broken."""
+        """What the file SCORE says; {} if there is none."""
         file = Path(self.path) / SCORE
-        if not file.is_file():
-            return {}
-        try:
-            found = json.loads(file.read_text(encoding="utf-8"))
-            check_score({name: found[name] for name in SCORE_SETTINGS})
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{self.what}: {file} is broken ({type(error).__name__}: {one_line(error)}). Copy it again."
-            ) from None
-        return found
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     def tensors(self) -> dict[str, Tensor]:
         """{name within the model: tensor in host memory} of the factors and the head. A name is, for example,
@@ -157,14 +133,7 @@ class AdapterFolder:
         """{layer's name within the model: (A, B)}; raises as `tensors` does."""
         found, ending = self.tensors(), ".lora_A.weight"
         layers = [name.removesuffix(ending) for name in found if name.endswith(ending)]
-        factors = {layer: (found[f"{layer}{ending}"], found[f"{layer}.lora_B.weight"]) for layer in layers}
-        zeros = [layer for layer, pair in factors.items() if not any(factor.any() for factor in pair)]
-        if zeros:  # a new adapter has B = 0, never A = 0: with both 0, neither has a gradient
-            raise UserError(
-                f"{self.what}: in {self.file} all numbers of both factors are 0 in {len(zeros)} layers "
-                f"({listed(zeros)}): they change nothing and could not learn. Was its writing cut off? Copy it again."
-            )
-        return factors
+        return {layer: (found[f"{layer}{ending}"], found[f"{layer}.lora_B.weight"]) for layer in layers}
 
     def scaling(self, layer: str, dim: int) -> float:
         """The factor by which B A is multiplied in a layer whose LoRA factors have rank `dim`."""
@@ -253,7 +222,6 @@ def read_adapter(path: str, what: str, base: str | None = None) -> AdapterFolder
         raise UserError(f"{label} is of kind {shortened(kind)} and no LoRA. {_MERGE} where that can be done.")
     try:
         config = LoraConfig.from_pretrained(path)
-        check_config(config)
     except Exception as error:  # whatever broken values lead peft to
         raise UserError(
             f"{what}: {file} is broken ({type(error).__name__}: {one_line(error)}). Copy it again."
@@ -309,44 +277,3 @@ def _changed(config: LoraConfig, **settings) -> LoraConfig:
     for name, value in settings.items():
         setattr(other, name, value)
     return other
-
-
-POSITIONS = ("last", "last_non_pad")  # the positions at which a score can be read
-
-
-def check_config(config: LoraConfig) -> None:
-    """Raises: ValueError if a rank is not a whole number, if names are not texts, or if a scaling is not a number or is
-    0. With a scaling of 0 an adapter changes nothing and cannot learn."""
-    for name in ("target_modules", "modules_to_save"):
-        value = getattr(config, name)
-        if not isinstance(value, str | None) and not _are_texts(value):
-            raise ValueError(f"{name} is not a list of names: {value!r}")
-    for name in ("rank_pattern", "alpha_pattern"):
-        if not isinstance(getattr(config, name) or {}, Mapping):
-            raise ValueError(f"{name} is not a table: {getattr(config, name)!r}")
-    for rank in (config.r, *(config.rank_pattern or {}).values()):
-        if isinstance(rank, bool) or not isinstance(rank, int):
-            raise ValueError(f"a rank is not a whole number: {rank!r}")
-    for alpha in (config.lora_alpha, *(config.alpha_pattern or {}).values()):
-        if not _is_number(alpha) or alpha == 0:
-            raise ValueError(f"a scaling (alpha) is 0 or no number: {alpha!r}")
-
-
-def check_score(settings: Mapping) -> None:
-    """Raises: ValueError if a scorer's offset is not a number, its position is unknown, or its pad token is not an
-    id."""
-    offset, position, pad = (settings[name] for name in ("score_offset", "score_position", "pad_token_id"))
-    if not _is_number(offset):
-        raise ValueError(f"score_offset is not a number: {offset!r}")
-    if position not in POSITIONS:
-        raise ValueError(f"score_position is none of {', '.join(POSITIONS)}: {position!r}")
-    if pad is not None and (isinstance(pad, bool) or not isinstance(pad, int) or pad < 0):
-        raise ValueError(f"pad_token_id is not an id: {pad!r}")
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list | set | tuple) and all(isinstance(name, str) for name in value)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

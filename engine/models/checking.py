@@ -12,7 +12,6 @@ import re
 import sys
 from pathlib import Path
 
-import torch
 from transformers import MODEL_MAPPING, PreTrainedTokenizerBase
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
@@ -41,7 +40,6 @@ from engine.models.reward_formats import (
     STEP_END,
     TOKEN_HEADS,
     deepspeed_chat_names,
-    gain_and_offset,
     head_name,
     is_deepspeed_chat_scorer,
     is_process_scorer,
@@ -156,11 +154,6 @@ def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
         )
     else:
         check_trunk(adapter.base, what, trust_remote_code)
-    pad, rows = adapter.settings().get("pad_token_id"), getattr(config.get_text_config(), "vocab_size", None)
-    if pad is not None and rows is not None and pad >= rows:
-        raise UserError(
-            f"{adapter.label} has the pad token {pad} in its {SCORE}, its model knows {rows} tokens. Set one of these."
-        )
     _check_fit(adapter, config, kind)
     return form
 
@@ -184,14 +177,13 @@ def _check_whole_scorer(path: str, what: str, trust_remote_code: bool) -> str:
         names = deepspeed_chat_names(found, kind.base_model_prefix)
         check_headers({names[name]: header for name, header in found.items()}, path, config, kind, what)
         return "deepspeed_chat"
-    if not _scorers(config) and _score_head(path, config, kind, what) is None:
+    if not _scorers(config) and _score_head(path, config, what) is None:
         raise UserError(
             f"{what}: {path} is not a reward model but {', '.join(_heads(config, '')) or 'of no named architecture'}. "
             "Give a folder written by training/step2_reward.py or a ForSequenceClassification model with "
             "num_labels = 1."
         )
     _check_classifier(path, config, kind, what)
-    gain_and_offset(config, path, what)
     return "sequence_classification"
 
 
@@ -228,7 +220,7 @@ def step_end_of(path: str, what: str, trust_remote_code: bool = False) -> tuple[
 def _check_classifier(path: str, config, kind, what: str) -> None:
     """Check that the weights are those of a classifier with one label, whose head has one row. The number of labels in
     config.json may be missing or wrong, so the head's shape decides."""
-    head, is_here = _score_head(path, config, kind, what), weights_folder(path) is not None
+    head, is_here = _score_head(path, config, what), weights_folder(path) is not None
     if is_here:
         config.num_labels = 1 if head is None else head.shape[0]
     if config.num_labels != 1:
@@ -239,12 +231,11 @@ def _check_classifier(path: str, config, kind, what: str) -> None:
     check_weights(path, config, kind, what, names_for_transformers(config))
 
 
-def _score_head(path: str, config, kind, what: str) -> Header | None:
+def _score_head(path: str, config, what: str) -> Header | None:
     """The header of the score head's weight in the files at `path`; None if the files have no score head, or if no file
     is on this machine yet.
 
-    Raises: UserError if the head's name is not the one that follows from config.json, or if the head has a bias and the
-    model's class has none.
+    Raises: UserError if the head's name is not the one that follows from config.json.
     """
     folder, head = weights_folder(path), head_name(config)
     found = headers(folder, what) if folder is not None else {}
@@ -259,14 +250,6 @@ def _score_head(path: str, config, kind, what: str) -> Header | None:
                 "no scores: then give a reward model."
             )
         return None
-    if f"{head}.bias" in found:
-        with torch.device("meta"):
-            score = kind._from_config(config).score
-        if score.bias is None:
-            raise UserError(
-                f"{what}: the head in {path} has a bias ({head}.bias), for which {kind.__name__} has no place. Add its "
-                "number to score_offset in config.json, which scores get here, and take it out of the weights."
-            )
     return found[f"{head}.weight"]
 
 

@@ -217,12 +217,6 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
         ) from None
     if not trust_remote_code:
         _refuse_fetched_code(config, path, what)
-    names = config.architectures
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise UserError(
-            f"{what}: {path}/config.json names no class of its weights: architectures is {shortened(names)}. Make it a "
-            'list of one name, such as ["LlamaForCausalLM"].'
-        )
     if not (trust_remote_code and getattr(config, "auto_map", None)):
         config = text_part(config)
     if has_own_head(config, path, what, trust_remote_code):

@@ -158,7 +158,7 @@ def load_scorer(
         vars(config).pop(STEP_END, None)  # a critic that starts from it is saved as a critic
     else:
         state = renamed_state(base, config, what)
-    gain = take_settings(config, base, what)
+    gain = take_settings(config)
     if adapter is not None:
         vars(config).update(adapter.settings())
     model = _loaded(
@@ -207,7 +207,7 @@ def new_scorer(
     Raises: UserError in the cases of `check_trunk`, and if weights are NaN or infinite.
     """
     config, replaced = as_computed(check_trunk(path, what, trust_remote_code), dropout, attention.max_length)
-    take_settings(config, path, what)  # settings of a reward model's head, which is replaced
+    take_settings(config)  # settings of a reward model's head, which is replaced
     config.num_labels, config.pad_token_id = 1, pad_token_id
     config.score_position, config.score_offset = "last", 0.0
     kind = model_class(config, CLASSIFIER, path, what, trust_remote_code)

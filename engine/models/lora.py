@@ -256,8 +256,8 @@ class AdaptedModel:
 
         goes_on: whether an adapter at `path` is trained further; if not, a new adapter is added.
 
-        Raises: UserError, with the flag `what` in its message, if the model at the path is of another kind, if no layer
-        matches the targets, or if the factors of a new adapter would be larger than every matrix that they change.
+        Raises: UserError, with the flag `what` in its message, if the model at the path is of another kind, or if no
+        layer matches the targets.
         """
         config = read_config(path, what, trust_remote_code)
         kind = model_class(config, CLASSIFIER if scorer else LANGUAGE_MODEL, path, what, trust_remote_code)
@@ -275,13 +275,6 @@ class AdaptedModel:
             except UserError as error:  # an error about a folder's adapter already names the folder
                 raise UserError(str(error) if start is not None else f"{what} {path}: {error}") from None
         assert module.adapters is not None
-        sides = [min(a.shape[1], b.shape[0]) for a, b in module.adapters.factors().values()]
-        if start is None and spec.dim > max(sides):
-            raise UserError(
-                f"{what} {path}: the dimension {spec.dim} is larger than {max(sides)}, the smaller side of the largest "
-                f"matrix that is adapted: no update has a higher rank. Give one of at most {max(sides)}, usually "
-                "far smaller."
-            )
         counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
         return cls(
             spec=spec,

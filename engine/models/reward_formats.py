@@ -17,7 +17,6 @@ Qwen2.5-Math-PRM-7B (the reward of a step is the probability of the positive lab
 
 import copy
 import json
-import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -110,35 +109,24 @@ def renamed_state(path: str, config, what: str) -> dict | None:
     return {names.get(name, name): tensor for name, tensor in found.items()}
 
 
-def gain_and_offset(config, path: str, what: str) -> tuple[float, float]:
+def gain_and_offset(config) -> tuple[float, float]:
     """(the factor by which the head's output is multiplied, the offset that is added to the product). If config.json
-    has normalize_reward, factor and offset turn a score into (score - mean) / std; otherwise they are 1 and 0.
-
-    Raises: UserError, with the flag `what` in its message, if mean or std in config.json is not a number, or std is not
-    positive.
-    """
+    has normalize_reward, factor and offset turn a score into (score - mean) / std; otherwise they are 1 and 0."""
     if not getattr(config, "normalize_reward", False):
         return 1.0, 0.0
     mean, std = getattr(config, "mean", 0.0), getattr(config, "std", 1.0)
-    numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in (mean, std))
-    if not numbers or std <= 0:
-        raise UserError(
-            f"{what}: {path}/config.json has normalize_reward, with mean {mean!r} and std {std!r}: these are to be a "
-            "number and a positive one. Correct them, or set normalize_reward to false."
-        )
     return 1 / std, -mean / std
 
 
-def take_settings(config, path: str, what: str) -> float:
+def take_settings(config) -> float:
     """If a configuration has OpenRLHF's settings, replace them by this program's settings: the score is read at the
     last token (which may be EOS), and an offset is added.
 
     Returns: the factor by which the caller has to multiply the head's weight.
-    Raises: UserError, as `gain_and_offset` does.
     """
     if not any(hasattr(config, name) for name in _SETTINGS[:2]):
         return 1.0
-    gain, config.score_offset = gain_and_offset(config, path, what)
+    gain, config.score_offset = gain_and_offset(config)
     config.score_position = "last"
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     if config.pad_token_id in ends:

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
 
 from engine import atomic_files
-from engine.errors import UserError, shortened
+from engine.errors import UserError
 from engine.files import refuse_pointers
 from engine.lazy import Lazy
 from engine.models.model_paths import WEIGHT_FILES, one_line
@@ -69,10 +69,10 @@ def weights_folder(path: str) -> Path | None:
 def headers(folder: Path, what: str) -> dict[str, Header]:
     """{name: header} of the tensors in the weight files of a model's folder; no numbers are read.
 
-    Raises: UserError, with the flag `what` and the file in its message, if the folder has no weight file; if a file
-    that the index lists is missing or lacks a tensor that the index says it has; or if a file is broken or cut off.
+    Raises: UserError, with the flag `what` and the file in its message, if the folder has no weight file, if a file
+    that the index lists is missing, or if a file is broken or cut off.
     """
-    found: dict[str, dict[str, Header]] = {}
+    found: dict[str, Header] = {}
     for file in weight_files(folder, what):
         if not file.is_file():
             raise UserError(
@@ -80,15 +80,8 @@ def headers(folder: Path, what: str) -> dict[str, Header]:
                 "model again."
             )
         refuse_pointers([file], what)
-        found[file.name] = file_headers(file, what)
-    index = _index(folder)
-    for name, file_name in _weight_map(index, what).items() if index is not None else ():
-        if name not in found[file_name]:
-            raise UserError(
-                f"{what}: {index} says that {name} is in {file_name}, but that file has no such tensor. Write the "
-                "model again."
-            )
-    return {name: header for tensors in found.values() for name, header in tensors.items()}
+        found |= file_headers(file, what)
+    return found
 
 
 def file_headers(file: Path, what: str) -> dict[str, Header]:
@@ -166,34 +159,16 @@ def stored_name(name: str, model: Any, stored: Container[str]) -> str | None:
     return next((other for other in file_names(name, model) if other in stored), None)
 
 
-def _index(folder: Path) -> Path | None:
-    for name in WEIGHT_FILES:
-        if (folder / name).exists():
-            return None
-        if (folder / f"{name}.index.json").exists():
-            return folder / f"{name}.index.json"
-    return None
-
-
 def _weight_map(index: Path, what: str) -> dict[str, str]:
     """{name of a tensor: name of its file}, read from an index file."""
     try:
         by_name = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: str(file) for name, file in by_name.items()}
+        return {name: str(file) for name, file in by_name.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{what}: {index} is broken ({type(error).__name__}: {error}). It has to say in which file each tensor is. "
             "Copy it again, or write the model again."
         ) from None
-    outside = [
-        file for file in files.values() if Path(file).name != file or not file.endswith(index.name.split(".")[1])
-    ]
-    if outside or not files:
-        raise UserError(
-            f"{what}: {index} names {shortened(outside[0]) if outside else 'no file'}, but has to name weight files "
-            "in its own folder. Write the model again."
-        )
-    return files
 
 
 def _of_safetensors(file: Path, what: str) -> dict[str, Header]:

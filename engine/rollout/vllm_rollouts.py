@@ -5,6 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from engine.rollout.decode import CHECK_EVERY
 from engine.rollout.request import Draws, Ends, Request, make_requests, prompts_of_group, rollout_of
 from engine.trace import moved, traced
 from engine.zero.accelerator import on_gpu
-from engine.zero.communication import SHARED_MEMORY, clear_dead_buffers
 from engine.zero.gathering import full_numel
 
 SAMPLERS = ("keyed", "own")  # how tokens are drawn: with this project's keyed random numbers, or by vLLM's own sampler
@@ -109,7 +109,6 @@ class VLLMRollouts(RolloutBackend):
         if self.on_gpu:
             weights = sum(full_numel(p) * p.element_size() for p in model.parameters())
             share["gpu_memory_utilization"] = _share(weights // tensor_parallel, cache_bytes, moments)
-        self._clear_buffers()
         with tempfile.TemporaryDirectory() as folder:
             config.save_pretrained(folder)
             self._llm = LLM(
@@ -131,7 +130,7 @@ class VLLMRollouts(RolloutBackend):
                 seed=0,
                 logits_processors=[_sampling_class(self._draws, self._keyed)],
             )
-        self._clear_buffers(own=True)
+        self._unlink_buffers()
         gc.unfreeze()  # vLLM has hidden all existing objects, the trainer's too, from the garbage collector
         torch.set_num_threads(threads)  # on GPUs vLLM leaves one thread, unless OMP_NUM_THREADS is set
         # At exit vLLM would close process groups that the run has closed before.
@@ -217,15 +216,13 @@ class VLLMRollouts(RolloutBackend):
             engine.abort_request([str(row) for row in enough])
         self._draws.now = None
 
-    def _clear_buffers(self, own: bool = False) -> None:
-        """Remove the buffers in shared memory that dead runs left. own: also remove the names of this run's buffers;
-        set it only after all ranks have opened the buffers. All ranks call this together."""
+    def _unlink_buffers(self) -> None:
+        """Remove the names of this run's buffers in shared memory, once all ranks have opened the buffers (all ranks
+        call this together)."""
         distributed.barrier()
-        if own:
-            _unlink_queue()
+        _unlink_queue()
         if distributed.local_rank() == 0 and not self.on_gpu:
-            clear_dead_buffers(pattern=_BUFFERS)
-            for path in SHARED_MEMORY.glob(_BUFFERS) if own else ():
+            for path in Path("/dev/shm").glob(_BUFFERS):
                 path.unlink(missing_ok=True)
         distributed.barrier()
 

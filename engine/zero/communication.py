@@ -2,18 +2,14 @@
 hostfiles.
 
 On CPUs DeepSpeed has each rank create a buffer file of 69 MB in /dev/shm, for the sums of DeepSpeed's tensor-parallel
-layers, and never removes it. This program does not use those layers. It therefore creates no buffers, and removes the
-buffers of dead processes.
+layers, and never removes it. This program does not use those layers, and therefore creates no buffers.
 """
 
 import contextlib
-import fcntl
 import os
-import signal
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 import deepspeed
 import torch
@@ -26,9 +22,6 @@ from engine.host_memory import keep_freed_memory
 from engine.zero.accelerator import ranks_of_this_machine
 
 _BACKEND = sys.modules[TorchBackend.__module__]  # the module deepspeed/comm/torch.py; the attribute is torch itself
-
-SHARED_MEMORY = Path("/dev/shm")
-BUFFERS = "deepspeed_allreduce_buffer"  # how the files' names start; user id, address, port and rank follow
 
 
 def init(timeout_minutes: float = 30.0, share_gpus: bool = False) -> torch.device:
@@ -57,8 +50,6 @@ def init(timeout_minutes: float = 30.0, share_gpus: bool = False) -> torch.devic
                 # slower.
                 torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_of_this_machine()))
             keep_freed_memory()
-        if distributed.local_rank() == 0:
-            clear_dead_buffers()
         name = "gloo" if on_cpu or shared else accelerator.communication_backend_name()
         longest = timedelta(minutes=timeout_minutes)
         distributed.let_groups_wait(longest)
@@ -108,38 +99,3 @@ def without_buffers() -> Iterator[None]:
         yield
     finally:
         _BACKEND.build_shm_op = build  # type: ignore[attr-defined]
-
-
-def clear_dead_buffers(folder: Path = SHARED_MEMORY, pattern: str = f"{BUFFERS}_{os.getuid()}_*") -> list[str]:
-    """Remove the buffers that dead processes of this user left; returns the names of the removed files. pattern: the
-    pattern of the files' names.
-
-    A process keeps its buffer open from the creation of the buffer to the end of the process. A buffer that no process
-    has open was therefore left by a dead process.
-    """
-    removed = []
-    for path in sorted(folder.glob(pattern)):
-        with contextlib.suppress(OSError):
-            if path.lstat().st_uid == os.getuid() and not _in_use(path):
-                path.unlink()
-                removed.append(path.name)
-    return removed
-
-
-def _in_use(path: Path) -> bool:
-    """Whether any process has the file open or mapped; True if the system cannot tell.
-
-    This is tested with a write lease, which the kernel gives only on a file that nobody else has open. /proc would not
-    suffice, because it does not show processes of other containers that share this folder.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        # If a process opens the file during the lease, the kernel sends a signal: SIGIO, which would end this process,
-        # unless another is set. SIGURG is ignored.
-        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
-        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-    except OSError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

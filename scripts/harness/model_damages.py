@@ -133,12 +133,6 @@ def _spoilt(value: float) -> Damage:
     return _state(lambda state: state | {UP: state[UP].index_fill(0, torch.tensor(3), value)})
 
 
-def _misnamed(index: Path) -> None:
-    files = json.loads(index.read_text())
-    files["weight_map"][UP] = next(file for file in files["weight_map"].values() if file != files["weight_map"][UP])
-    index.write_text(json.dumps(files))
-
-
 WEIGHTS: dict[str, Damage] = {
     "a layer's tensors under other names": _state(rename),
     "the last layer missing": _state(drop_layer),
@@ -168,7 +162,6 @@ WEIGHTS: dict[str, Damage] = {
     "an empty index": _index(lambda index: index.write_text("")),
     "an index that is cut": _index(lambda index: cut(index, 0.5)),
     "an index without weight_map": _index(lambda index: index.write_text('{"metadata": {}}')),
-    "an index that names another file": _index(_misnamed),
 }
 
 
@@ -220,7 +213,6 @@ CONFIGURATIONS: dict[str, Damage] = {
     "unknown hidden_act": _config(hidden_act="none_such"),
     "unknown rope_type": _config(rope_parameters={"rope_type": "none_such", "rope_theta": 1e4}),
     "pad_token_id out of the vocabulary": _config(pad_token_id=9999),
-    "architectures a number": _config(architectures=7),
     "dtype unknown": _config(dtype="float99"),
     "tokenizer.json cut": _text("tokenizer.json", lambda text: text[: len(text) // 2]),
     "tokenizer.json empty": _text("tokenizer.json", lambda text: ""),

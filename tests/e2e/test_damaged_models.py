@@ -16,7 +16,7 @@ from training.config.step3 import RLHFFlags
 from training.runtime.plan import check_models
 
 NOT_IN_HEADERS = ("NaN in a tensor", "infinity in a tensor")  # found once weights are loaded: test_fit.py
-NUMBERS = ("NaN in A", "infinity in B", "all numbers 0", "NaN in a .bin", "NaN in the head", "NaN in the base")
+NUMBERS = ("NaN in A", "infinity in B", "NaN in a .bin", "NaN in the head", "NaN in the base")
 OF_THE_OTHER = ("another tokenizer's ids",)  # told of the model whose tokenizer is the right one
 
 
@@ -40,7 +40,7 @@ def check(actor: Path, critic: Path) -> None:
 
 
 def test_the_numbers_of_damages_and_that_the_sound_models_pass(sound):
-    assert (len(CONFIGURATIONS), len(HEADERS)) == (29, 9)
+    assert (len(CONFIGURATIONS), len(HEADERS)) == (28, 9)
     check(**sound)
 
 

@@ -199,8 +199,6 @@ def sft_fit(
     tokenizer, max_length: int, loss_on: str = "response", overlong: str = "cut_prompt", stops: Iterable[int] = ()
 ) -> RowFit:
     """A function from a row to the part of the row that step 1 learns. Arguments: as in SFTExamples."""
-    if loss_on not in ("response", "all"):
-        raise UserError(f"loss_on is {loss_on!r}; choose 'response' or 'all'.")
     lengths = Lengths(tokenizer, max_length, overlong, stops)
 
     def fit(row: dict) -> Fit:
@@ -375,11 +373,6 @@ def prompt_fit(
     lengths = Lengths(tokenizer, max_prompt_length, overlong)
     opening = lengths.encoder.opening
     room = max_prompt_length - len(opening)
-    if room < 1:
-        raise UserError(
-            f"max_prompt_length is {max_prompt_length}; it needs to be at least {len(opening) + 1} to hold "
-            "one token of a prompt and what the tokenizer puts before it."
-        )
 
     def query(row: dict) -> Fit:
         ids = lengths.encoder.prompt(row["prompt"])

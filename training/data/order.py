@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from engine import distributed
-from engine.errors import UserError
 from engine.experience import PromptBatch
 from training.data.examples import Prompts, TextBlocks, collate_prompts
 
@@ -30,11 +29,6 @@ class PromptOrder:
     and the beginning of the next."""
 
     def __init__(self, size: int, batch_size: int, seed: int):
-        if batch_size > size:
-            raise UserError(
-                f"a batch of {batch_size} prompts is asked for, and there are {size}; lower the batch size "
-                "or add prompts."
-            )
         self.size = size
         self.batch_size = batch_size
         self.seed = seed
@@ -95,11 +89,6 @@ def epoch_batches(
     size: number of examples. batch_size: number of examples in a batch of one rank. world: number of ranks.
     """
     global_size = batch_size * world
-    if drop_last and size < global_size:
-        raise UserError(
-            f"{size} examples are fewer than one batch of {batch_size} on each of {world} ranks; lower the "
-            "batch size or add data."
-        )
     end = size - size % global_size if drop_last else size
     return EpochBatches(epoch_permutation(size, seed, epoch), global_size, end, rank, world)
 

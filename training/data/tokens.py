@@ -313,13 +313,10 @@ def answered_texts(prompt: str, *answers: str) -> list[str]:
 class Lengths:
     """Makes rows fit into `limit` tokens with one tokenizer.
 
-    overlong: what happens to a row that is too long, one of OVERLONG; UserError for any other value. stops: see
-    TextEncoder.
+    overlong: what happens to a row that is too long, one of OVERLONG. stops: see TextEncoder.
     """
 
     def __init__(self, tokenizer, limit: int, overlong: str = "cut_prompt", stops: Iterable[int] = ()):
-        if overlong not in OVERLONG:
-            raise UserError(f"overlong is {overlong!r}; choose {', '.join(map(repr, OVERLONG))}.")
         self.encoder, self.turns = TextEncoder(tokenizer, stops), Turns(tokenizer)
         self.limit, self.overlong = limit, overlong
 

@@ -318,18 +318,13 @@ def named_by(args: RLHFFlags) -> dict[str, str]:
 
 
 def check_dialect(args: RLHFFlags, dialect: Dialect) -> None:
-    """Check that the dialect fits the run's batch sizes and lengths, and the actor. Raises: UserError."""
-    layers, path = None, args.actor_model_name_or_path
-    if args.looks_at(path):
-        config = read_config(path, "--actor_model_name_or_path", args.trust_remote_code)
-        layers = config.get_text_config().num_hidden_layers
+    """Check that the dialect fits the run's batch sizes. Raises: UserError."""
     check_sizes(
         dialect,
         rows_per_rank=args.rows_per_rank,
         mini_batches=max(dialect.mini_batches, dialect.critic_passes[1]),
         micro_batch_size=args.per_device_training_batch_size,
         ranks=distributed.data_parallel_size(),
-        layers=layers,
     )
 
 

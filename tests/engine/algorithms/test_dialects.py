@@ -172,7 +172,6 @@ def test_a_field_with_effect_is_let_through(name, given):
 @pytest.mark.parametrize(
     "name, run, message",
     [
-        ("trlx", {"layers": 1, "rows_per_rank": 8}, "hydra_layers 2: the actor has 1 layers"),
         ("default", {"rows_per_rank": 1}, "whiten_advantages over a batch of one response (advantages_at 'rollout'"),
         ("summarize", {"rows_per_rank": 1, "ranks": 8}, "whiten_advantages over a batch of one"),
         ("openai", {"rows_per_rank": 8, "mini_batches": 8, "ranks": 2}, "whiten_advantages over a batch of one"),
@@ -180,7 +179,7 @@ def test_a_field_with_effect_is_let_through(name, given):
         ("trlx", {"rows_per_rank": 5, "micro_batch_size": 4}, "whiten_advantages over a batch of one"),
     ],
 )
-def test_a_runs_sizes_and_models_are_checked(name, run, message):
+def test_a_runs_sizes_are_checked(name, run, message):
     with pytest.raises(UserError) as caught:
         check_sizes(get_dialect(name), **run)
     assert str(caught.value).startswith(message)
@@ -217,10 +216,9 @@ def test_scores_of_one_response_have_no_deviation():
         ("default", {"rows_per_rank": 2, "mini_batches": 2}),
         ("deepspeed_chat", {"rows_per_rank": 1}),
         ("openai", {"rows_per_rank": 8, "mini_batches": 4}),
-        ("trlx", {"rows_per_rank": 8, "micro_batch_size": 1, "ranks": 2, "layers": 2}),
+        ("trlx", {"rows_per_rank": 8, "micro_batch_size": 1, "ranks": 2}),
         ("trl_rloo", {"rows_per_rank": 2}),
         ("trlx", {"rows_per_rank": 6, "micro_batch_size": 4}),
-        ("default", {"rows_per_rank": 2, "layers": 0}),
     ],
 )
 def test_what_can_work_is_let_through(name, run):

@@ -158,7 +158,6 @@ DAMAGES = {
     "another kind": (lambda f: edit(f, peft_type="PREFIX_TUNING"), "of kind 'PREFIX_TUNING' and no LoRA"),
     "DoRA": (lambda f: edit(f, use_dora=True), "has DoRA"),
     "whole modules": (lambda f: edit(f, modules_to_save=["embed_tokens"]), "modules_to_save: embed_tokens"),
-    "r a word": (lambda f: edit(f, r="four"), "is broken"),
     "other layers": (lambda f: change(f, renamed), "does not fit its base.* missing .*; .* left over"),
     "another rank": (lambda f: edit(f, r=2), "does not fit its base.* another shape"),
     "a matrix of the base": (
@@ -167,7 +166,7 @@ DAMAGES = {
     ),
     "foreign names": (
         lambda f: change(f, lambda state: {name[5:]: value for name, value in state.items()}),
-        "names begin with base_model.model.",
+        "does not fit its base.* missing .*; .* left over",
     ),
 }
 

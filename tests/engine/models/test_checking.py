@@ -308,18 +308,12 @@ class TestFiles:
         files = json.loads(index.read_text())
         name = "model.layers.1.mlp.up_proj.weight"
         shard = tmp_path / files["weight_map"][name]
-        other = next(file for file in files["weight_map"].values() if file != shard.name)
         whole = index.read_text()
         for text, message in (
             (whole[: len(whole) // 2], r"index\.json is broken \(JSONDecodeError"),
             ("", r"index\.json is broken"),
             ("[]", r"index\.json is broken"),
-            ('{"weight_map": {}}', r"names no file"),
-            ('{"weight_map": {"a": "../a.safetensors"}}', r"names '\.\./a\.safetensors'"),
-            (
-                json.dumps({"weight_map": files["weight_map"] | {name: other}}),
-                rf"says that {name} is in {other}, but that file has no such tensor",
-            ),
+            ('{"weight_map": {}}', r"are missing"),
         ):
             index.write_text(text)
             refused(check_policy, tmp_path, message)

@@ -170,17 +170,6 @@ def test_a_name_that_is_nowhere_is_refused_beside_one_that_is_found(path):
         AdaptedModel.of(path, LoraSpec(dim=2, targets="score"), "--x", scorer=True)
 
 
-def test_a_dimension_larger_than_every_adapted_matrix_is_refused(path):
-    AdaptedModel.of(path, LoraSpec(dim=32), "--x")  # keys' and values' matrices are 16 x 32
-    AdaptedModel.of(path, LoraSpec(dim=16, targets=("k_proj",)), "--x")
-    for targets, side in (("all-linear", 32), (("k_proj",), 16)):
-        with pytest.raises(UserError) as caught:
-            AdaptedModel.of(path, LoraSpec(dim=side + 1, targets=targets), "--lora_dim: --x")
-        assert str(caught.value).startswith(
-            f"--lora_dim: --x {path}: the dimension {side + 1} is larger than {side}, the smaller side of the largest"
-        )
-
-
 DIM, CLOSE = 4, 5e-6  # rounding, of processors that sum in another order, too
 MODULE_NAMES = {"llama": "layers.", "opt": "decoder.layers."}
 PARITY_SEQUENCES = torch.arange(3, 3 + 2 * 9).view(2, 9) % VOCABULARY

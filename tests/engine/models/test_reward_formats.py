@@ -157,13 +157,7 @@ def test_it_is_a_trunk_for_a_new_head_and_no_language_model(tmp_path):
     [
         ("value_head", {}, {}, r'no score\.weight, .* called value_head\..* add "value_head_prefix": "value_head" to'),
         ("v_head.summary", {"v_head.summary.bias": torch.ones(1)}, {}, r"A value head .* gives no scores"),
-        ("score", {"score.bias": torch.ones(1)}, {}, r"has a bias \(score\.bias\).*Add its number to score_offset"),
-        (
-            "score",
-            {},
-            {"normalize_reward": True, "std": 0.0},
-            r"mean 2\.5 and std 0\.0: these are to be a number and a",
-        ),
+        ("score", {"score.bias": torch.ones(1)}, {}, r"1 tensor is left over \(score\.bias\)"),
     ],
 )
 def test_a_head_that_cannot_be_read_is_refused(tmp_path, head, tensors, settings, message):

@@ -317,8 +317,3 @@ def test_a_prompt_to_be_answered_is_whole_or_left_out(overlong):
     made = lengths(4, overlong)
     assert made.prompt("a b c").kind == WHOLE
     assert made.prompt("a b c d").reason == "5 tokens, more than 4"
-
-
-def test_an_unknown_way():
-    with pytest.raises(UserError, match="overlong is 'cut'; choose 'cut_prompt', 'cut_answer', 'drop'"):
-        lengths(4, "cut")
