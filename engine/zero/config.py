@@ -128,11 +128,8 @@ def build_ds_config(
         gradient_clipping: the norm above which gradients are clipped; 0 for no clipping.
         trained: whether the engine has an optimizer.
 
-    Raises: UserError for a stage that does not exist, a missing or broken file, an unknown key, or settings that
-        contradict each other or the flags.
+    Raises: UserError for a missing or broken file, an unknown key, or settings that contradict each other or the flags.
     """
-    if choice.stage not in (0, 1, 2, 3):
-        raise UserError(f"{choice.flag('zero_stage')} {choice.stage}: ZeRO has the stages 0, 1, 2 and 3.")
     if not trained and choice.stage in (1, 2):
         raise UserError(
             f"DeepSpeed configuration of the {choice.role}: stage {choice.stage} partitions what an "
@@ -197,8 +194,6 @@ def read_ds_file(choice: EngineConfig) -> dict:
         ) from None
     except (ValueError, RecursionError) as error:  # a number with thousands of digits raises ValueError too
         raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} is not valid JSON ({error}).") from None
-    if not isinstance(config, dict):
-        raise UserError(f"DeepSpeed configuration of the {choice.role}: {path} holds no JSON object.")
     config.pop("comment", None)
     for name in [name for name in config if name not in (*PASSED_ON, *OWN)]:
         if _is_off(config.pop(name)):
@@ -277,18 +272,13 @@ def _setting(config: Mapping, name: str) -> Any:
 
 
 def _check_trained(config: Mapping, dtype: str, path: str | None) -> None:
-    """Raise UserError for settings with which an engine that trains would lose small updates or its gradient norm, or
-    would keep a part of its state where no checkpoint can read it."""
+    """Raise UserError for settings with which an engine that trains would lose small updates, or would keep a part of
+    its state where no checkpoint can read it."""
     zero = config["zero_optimization"]
     for name in ("offload_optimizer.device", "offload_param.device", "offload_optimizer.ratio"):
         value = _setting(zero, name)
         if value == "nvme" or (name.endswith("ratio") and value not in (None, 1)):
             raise UserError(f"{path}: zero_optimization.{name} is {value!r}, but {_SAVED}. Leave it out of the file.")
-    if not zero.get("compute_grad_norm", True):
-        raise UserError(
-            f"{path}: zero_optimization.compute_grad_norm is false, but the gradient norm is one of the metrics. Leave "
-            "it out of the file."
-        )
     masters, moments = "bf16_master_weights_and_grads", "bf16_optimizer_states"
     given = [bool(config["bf16"].get(name)) for name in (masters, moments)]
     if any(given) and not (all(given) and dtype == "bf16" and zero["stage"] and "offload_optimizer" not in zero):

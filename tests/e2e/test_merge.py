@@ -228,11 +228,6 @@ BAD = {
         "nothing to do",
     ),
     "two choices": ({"scale": 1.0, "max_kl": 3.0}, "--scale 1 and --max_kl 3.0 both choose a model"),
-    "scales that files cannot tell": (
-        {"scales": [1.0, 1.0000001]},
-        "--scales 1 1: a scale is given twice, in six digits",
-    ),
-    "a choice that files cannot tell": ({"scales": [1.0], "scale": 1.0000001}, "are one in six digits. Give the same"),
     "no data for a KL": ({"data_path": None, "max_kl": 3.0}, "needs --data_path"),
     "no such number": (
         {"choose_by": "eval/reward_judge"},

@@ -63,9 +63,6 @@ step stay), learning rates, and the numbers that hold an update in check."""
 NOT_COMPARED = ("config", "defaults", "output_dir", "dry_run", "preflight", "resume", "dialect", "set")
 """Flags that are no conditions, or whose effect is compared as fields of the dialect."""
 
-ONCE_ONE_VALUE = {"--reward_model_name_or_path": None, "--reward_model_weight": 1.0}
-"""{flag: its default then} of the flags that take several values and took one in earlier versions."""
-
 MODEL = "model_name_or_path"  # ending of the flags of models
 FUNCTION = "--reward_function"
 ENVIRONMENT = "--environment"
@@ -135,13 +132,7 @@ class Conditions:
     @classmethod
     def read(cls, state: Mapping) -> "Conditions":
         """The conditions that are stored in a checkpoint's state."""
-        settings, contents = dict(state["settings"]), dict(state["contents"])
-        for name, default in ONCE_ONE_VALUE.items():
-            if name in settings and not isinstance(settings[name], list):
-                settings[name] = [] if settings[name] == default else [settings[name]]
-            if isinstance(contents.get(name), str):
-                contents[name] = [contents[name]]
-        return cls(settings, contents)
+        return cls(dict(state["settings"]), dict(state["contents"]))
 
     def check(self, written: "Conditions", folder: Path) -> None:
         """Raise UserError if a run with these conditions may not resume from the checkpoint in `folder`, which was

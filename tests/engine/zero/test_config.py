@@ -121,8 +121,6 @@ def test_unknown_keys_and_impossible_values_are_named(given, content, message):
 def test_a_stage_that_contradicts_the_flag_is_refused(given, role, flag):
     with pytest.raises(UserError, match=rf"ds\.json: zero_optimization\.stage is 3, but {flag} is 2\..*same"):
         build(given({"zero_optimization": {"stage": 3}}, role=role))
-    with pytest.raises(UserError, match=f"{flag} 4: ZeRO has the stages 0, 1, 2 and 3"):
-        build(EngineConfig(role, 4))
 
 
 def test_a_file_may_not_settle_what_the_program_settles(given):
@@ -169,8 +167,6 @@ def test_a_file_may_leave_it_to_the_program_or_say_the_same(given):
 def test_files_that_cannot_be_read(given, tmp_path):
     with pytest.raises(UserError, match=r"of the actor: .*ds\.json is not valid JSON .*line 2"):
         build(given('{"zero_optimization":\n'))
-    with pytest.raises(UserError, match=r"of the actor: .*ds\.json holds no JSON object"):
-        build(given([{"stage": 2}]))
     for path, reason in ((tmp_path / "missing.json", "No such file"), (tmp_path, "Is a directory")):
         with pytest.raises(UserError, match=rf"of the critic: cannot read .*{path.name} \({reason}"):
             build(EngineConfig("critic", 2, path=str(path)))
@@ -265,7 +261,6 @@ DOES_NOTHING = "which does nothing at stage"
             3,
             "super_offload is True, but no checkpoint",
         ),
-        ({"compute_grad_norm": False}, 2, "compute_grad_norm is false"),
     ],
 )
 def test_settings_of_zero_that_would_do_nothing_or_harm_are_refused(tmp_path, zero, stage, message):

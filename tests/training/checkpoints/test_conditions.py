@@ -128,25 +128,6 @@ def test_a_point_of_an_earlier_version_without_options_that_have_their_defaults_
         now.check(then, HERE)
 
 
-@pytest.mark.parametrize(
-    "path, weight, flags",
-    [(None, 1.0, {}), ("r", 1.0, {"reward_model_name_or_path": ["r"]}), (None, 0.5, {"reward_model_weight": [0.5]})],
-)
-def test_a_point_of_a_version_with_one_reward_model_is_resumed(path, weight, flags):
-    """Such versions wrote the path and the weight themselves, and no state of scores."""
-    state = json.loads(state_file({"steps_done": 2}, {}, conditions(**flags), with_ema=False))
-    state["settings"] |= {REWARD: path, "--reward_model_weight": weight}
-    state["contents"] |= {REWARD: "1"} if path else {}
-    now = conditions(inputs={REWARD: ["1"]} if path else {}, **flags)
-    now.check(Conditions.read(state), HERE)
-    assert now.changes_since(Conditions.read(state)) == []
-    other = conditions(inputs={REWARD: ["2"]}, reward_model_name_or_path=["s"], reward_model_weight=[weight])
-    with pytest.raises(UserError, match=f"{REWARD} was "):
-        other.check(Conditions.read(state), HERE)
-    with pytest.raises(UserError, match="--reward_model_weight was "):
-        conditions(**flags | {"reward_model_weight": [2.0]}).check(Conditions.read(state), HERE)
-
-
 def test_ranks_and_stages_may_change_where_a_step_has_as_many_responses(monkeypatch):
     then = written(conditions(per_device_generation_batch_size=16, actor_zero_stage=3))
     monkeypatch.setattr(distributed, "world_size", lambda: 2)

@@ -71,17 +71,6 @@ class MergeFlags(MeasuringFlags, ScoreFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
         super().validate()
-        bad = [scale for scale in self.scales if not abs(scale) < 1e6]
-        if bad:
-            raise UserError(f"--scales {bad[0]}: give finite numbers.")
-        shown = [f"{scale:g}" for scale in self.scales]  # the form in file names
-        if len(set(shown)) < len(shown):
-            raise UserError(f"--scales {' '.join(shown)}: a scale is given twice, in six digits.")
-        if self.scale is not None and self.scale not in self.scales and f"{self.scale:g}" in shown:
-            raise UserError(f"--scale {self.scale!r} and --scales {self.scale:g} are one in six digits. Give the same.")
-        self._validate_choice()
-
-    def _validate_choice(self) -> None:
         chosen = [self.word(name) for name in ("choose_by", "max_kl") if getattr(self, name) is not None]
         if self.scale is not None and chosen:
             raise UserError(f"--scale {self.scale:g} and {chosen[0]} both choose a model. Give one of them.")
