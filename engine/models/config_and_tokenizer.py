@@ -275,16 +275,10 @@ def _parsed_config(path: str, trust_remote_code: bool, _files: tuple) -> Pretrai
 
 def _files_of(path: str) -> tuple:
     """The name, size and times of each file in a folder; any change in the folder changes this result. () for a name on
-    the Hub.
-
-    If the folder cannot be listed, or a file disappears while it is listed, the result is equal to no other result.
-    """
+    the Hub."""
     folder = Path(path)
-    try:
-        files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else ()
-        return tuple((file.name, _stamp(file)) for file in files)
-    except OSError:
-        return (object(),)
+    files = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else ()
+    return tuple((file.name, _stamp(file)) for file in files)
 
 
 def _stamp(file: Path) -> tuple[int, ...]:

@@ -38,7 +38,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -280,18 +279,12 @@ def _items_scores(answer: dict, items: Sequence[Item]) -> list:
             raise WrongAnswer(
                 f'answered {shortened(entry)} among its scores; needed {{"id": a text, "score": a number}}'
             )
-    given, asked = Counter(entry["id"] for entry in entries), {item.id for item in items}
-    for id in given:
-        if id not in asked:
-            raise WrongAnswer(f"answered a score for the id {shortened(id)}, which it was not asked for")
-        if given[id] > 1:
-            raise WrongAnswer(f"answered {given[id]} scores for the id {shortened(id)}")
-    missing = [item.id for item in items if item.id not in given]
-    if missing:
+    by_id, asked = {entry["id"]: entry["score"] for entry in entries}, {item.id for item in items}
+    if len(entries) != len(items) or by_id.keys() != asked:
+        other = shortened(sorted(by_id.keys() ^ asked))
         raise WrongAnswer(
-            f"answered {len(entries)} scores for {len(items)} responses; the first id without one is {missing[0]!r}"
+            f"answered {len(entries)} scores for {len(items)} responses; ids that only one of the two has: {other}"
         )
-    by_id = {entry["id"]: entry["score"] for entry in entries}
     return [by_id[item.id] for item in items]
 
 

@@ -26,7 +26,7 @@ GPUS = {
     "rtx-4090": 25_390_000_000,
     "rtx-5090": 33_660_000_000,
 }
-OLD = ("v100", "t4")  # the GPUs above that are older than Ampere
+OLD = ("v100", "t4")  # the GPUs above that are older than Ampere, and have no bf16
 CONTEXT = 900_000_000
 """The number of bytes that the CUDA context, kernels, and cuBLAS's workspaces take."""
 FRAGMENTS = 0.04

@@ -10,12 +10,10 @@ from training.tools.memory.changes import BATCHES, GPUS_OF_A_NODE, change_lines,
 from training.tools.memory.flags import MemoryFlags
 from training.tools.memory.plan import check_split_models, plan, table
 
-OLDER = ("v100", "t4")  # GPUs without bf16, which compute in fp16
-
 
 def report(args: MemoryFlags) -> int:
     """Print the plan, or the result of --search; returns 0 if the run fits in memory, else 1."""
-    args.dtype = args.dtype or ("fp16" if args.gpu.lower().startswith(OLDER) else "bf16")
+    args.dtype = args.dtype or ("fp16" if args.cluster.old else "bf16")
     _refuse_what_cannot_run(args)
     said = []
     if args.search == "batch":
@@ -39,7 +37,7 @@ def _refuse_what_cannot_run(args: MemoryFlags) -> None:
     _ = args.ds_configs  # raises for configurations that DeepSpeed does not support
     args.check_groups(GPUS_OF_A_NODE if args.search == "gpus" else args.num_gpus)
     check_split_models(args)
-    if args.gpu.lower().startswith(OLDER) and args.dtype == "bf16":
+    if args.cluster.old and args.dtype == "bf16":
         raise UserError(f"--dtype bf16 with --gpu {args.gpu}: it does not compute in bf16. Give --dtype fp16.")
     for name, path in args.models:
         if path not in args.text_reward_paths and (Path(base_of(path, f"--{name}")) / "config.json").is_file():
