@@ -87,7 +87,7 @@ def exchange(url: str, body: bytes | None, timeout: float, most_bytes: int) -> t
     """
     headers = {"Accept": "application/json"} | ({} if body is None else {"Content-Type": "application/json"})
     request = urllib.request.Request(url, data=body, headers=headers)
-    with _sorted_by_remedy(url, timeout), _opened(url, request, timeout) as answer:
+    with _sorted_by_remedy(timeout), _opened(url, request, timeout) as answer:
         if answer.status != 200 and body is not None:
             raise Mistake(f"answered {answer.status} {_plain(answer.reason)} without scores")
         found = _read(answer, time.monotonic() + timeout, most_bytes)
@@ -141,7 +141,7 @@ def _read(answer: http.client.HTTPResponse, deadline: float, most_bytes: int) ->
 
 
 @contextlib.contextmanager
-def _sorted_by_remedy(url: str, timeout: float) -> Iterator[None]:
+def _sorted_by_remedy(timeout: float) -> Iterator[None]:
     try:
         yield
     except urllib.error.HTTPError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.gpus import DataSheet, Link, data_sheet
+from engine.gpus import DataSheet, data_sheet
 from scripts.gpu_checks import __main__ as front
 from scripts.gpu_checks import attention
 from scripts.gpu_checks.__main__ import CHECKS
@@ -130,14 +130,14 @@ def made_here(checks: list[Check], folder: Path, budget: float = 60) -> list[Out
 @pytest.mark.parametrize(
     "name, expected",
     [
-        ("NVIDIA H100 80GB HBM3", DataSheet(989e12, 3350e9, Link(450e9, 1.9e-6))),
-        ("NVIDIA H100 PCIe", DataSheet(756e12, 2000e9, Link(64e9, 2.5e-6))),
-        ("NVIDIA H200", DataSheet(989e12, 4800e9, Link(450e9, 1.9e-6))),
-        ("NVIDIA A100-SXM4-80GB", DataSheet(312e12, 2039e9, Link(300e9, 1.9e-6))),
-        ("NVIDIA A100 80GB PCIe", DataSheet(312e12, 1935e9, Link(32e9, 2.5e-6))),
-        ("NVIDIA A100-SXM4-40GB", DataSheet(312e12, 1555e9, Link(300e9, 1.9e-6))),
-        ("NVIDIA A100-PCIE-40GB", DataSheet(312e12, 1555e9, Link(32e9, 2.5e-6))),
-        ("Tesla V100-SXM2-32GB", DataSheet(125e12, 900e9, Link(150e9, 1.9e-6))),
+        ("NVIDIA H100 80GB HBM3", DataSheet(989e12, 3350e9)),
+        ("NVIDIA H100 PCIe", DataSheet(756e12, 2000e9)),
+        ("NVIDIA H200", DataSheet(989e12, 4800e9)),
+        ("NVIDIA A100-SXM4-80GB", DataSheet(312e12, 2039e9)),
+        ("NVIDIA A100 80GB PCIe", DataSheet(312e12, 1935e9)),
+        ("NVIDIA A100-SXM4-40GB", DataSheet(312e12, 1555e9)),
+        ("NVIDIA A100-PCIE-40GB", DataSheet(312e12, 1555e9)),
+        ("Tesla V100-SXM2-32GB", DataSheet(125e12, 900e9)),
         ("NVIDIA GH200 480GB", None),
     ],
 )

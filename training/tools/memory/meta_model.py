@@ -29,14 +29,12 @@ class MetaModel:
     role: the engine's role.
     path: the folder of the model's configuration.
     trained: whether the engine has an optimizer.
-    checkpointing: whether activations are computed again in backward passes.
     """
 
     role: str
     path: str
     module: Backbone
     trained: bool
-    checkpointing: bool = False
 
     @property
     def width(self) -> int:
@@ -117,10 +115,9 @@ def _trunk(spec: EngineSpec) -> MetaModel:
         trunk = make_trunk(policy, spec.actor_lora, scoring)
         trunk.to(DTYPES[spec.dtype])
         trunk.split(policy.group)
-    checkpointing = spec.actor_gradient_checkpointing or spec.critic_gradient_checkpointing
-    if checkpointing:
+    if spec.actor_gradient_checkpointing or spec.critic_gradient_checkpointing:
         trunk.checkpoint_activations()
-    return MetaModel("actor", spec.actor_path, trunk, True, checkpointing)
+    return MetaModel("actor", spec.actor_path, trunk, True)
 
 
 @lru_cache(maxsize=32)
@@ -161,7 +158,7 @@ def built(
             module.model.to(DTYPES[dtype])
     if checkpointing:
         module.checkpoint_activations()
-    return MetaModel(role, path, module, trained, checkpointing)
+    return MetaModel(role, path, module, trained)
 
 
 def module_on_meta(
