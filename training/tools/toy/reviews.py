@@ -12,7 +12,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,21 +118,25 @@ def _not_positive(rng: random.Random, prompt: str) -> str:
 
 
 def refuse_non_empty(directory: Path, overwrite: bool) -> None:
-    """Raise UserError if `directory` is a file, or is not empty and may not be overwritten."""
-    if directory.exists() and not directory.is_dir():
-        raise UserError(f"--output_dir {directory} is a file. Name a folder.")
+    """Raise UserError if `directory` is not empty and may not be overwritten."""
     if not overwrite and directory.is_dir() and any(directory.iterdir()):
         raise UserError(f"--output_dir {directory} is not empty. Name another folder or add --overwrite.")
 
 
+def write_files(directory: Path, files: Mapping[str, Sequence[dict]], overwrite: bool) -> None:
+    """Write files of JSON lines. files: {name: its records}. Raises: UserError as `refuse_non_empty`."""
+    refuse_non_empty(directory, overwrite)
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, records in files.items():
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        (directory / name).write_text(lines, encoding="utf-8")
+        print(f"{directory / name}: {len(records)} records")
+
+
 def run_make(args: argparse.Namespace) -> None:
     """Write the four files of the corpus."""
-    refuse_non_empty(args.output_dir, args.overwrite)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    for name, records in make_corpus(args.seed, args.sft, args.pairs, args.prompts, args.eval_prompts).items():
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (args.output_dir / name).write_text(lines, encoding="utf-8")
-        print(f"{args.output_dir / name}: {len(records)} records")
+    corpus = make_corpus(args.seed, args.sft, args.pairs, args.prompts, args.eval_prompts)
+    write_files(args.output_dir, corpus, args.overwrite)
 
 
 def read_samples(path: Path) -> list[dict]:

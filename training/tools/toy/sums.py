@@ -9,7 +9,6 @@ The reward of step 3 says only whether an answer is right.
 """
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from training.data.record_forms import PROMPTS
 from training.data.row_selection import load_rows
 from training.runtime.environment import program
 from training.runtime.launch import quiet_libraries
-from training.tools.toy.reviews import refuse_non_empty
+from training.tools.toy.reviews import write_files
 
 NEW_TOKENS = 4  # three digits and EOS
 
@@ -48,15 +47,10 @@ def make_sums(seed: int, sft: int, eval_prompts: int) -> dict[str, list[dict]]:
 
 def run_make(args: argparse.Namespace) -> None:
     """Write the three files."""
-    refuse_non_empty(args.output_dir, args.overwrite)
-    args.output_dir.mkdir(parents=True, exist_ok=True)
-    for name, records in make_sums(args.seed, args.sft, args.eval_prompts).items():
-        lines = "".join(json.dumps(record) + "\n" for record in records)
-        (args.output_dir / name).write_text(lines, encoding="utf-8")
-        print(f"{args.output_dir / name}: {len(records)} records")
+    write_files(args.output_dir, make_sums(args.seed, args.sft, args.eval_prompts), args.overwrite)
 
 
-def accuracy(folder: Path, rows: Sequence[dict], sampled: bool, seed: int = 0) -> float:
+def accuracy(folder: Path, rows: Sequence[dict], sampled: bool) -> float:
     """The share of right answers to prompts of equal length. sampled: whether to sample from the model's distribution
     instead of taking the most likely token."""
     import torch
@@ -67,7 +61,7 @@ def accuracy(folder: Path, rows: Sequence[dict], sampled: bool, seed: int = 0) -
 
     logging.disable_progress_bar()
     tokenizer, model = read_tokenizer(str(folder), "models"), AutoModelForCausalLM.from_pretrained(folder)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     prompts = torch.tensor(tokenizer([row["prompt"] for row in rows])["input_ids"])
     drawn = {"do_sample": True, "top_k": 0} if sampled else {"do_sample": False}
     whole = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=NEW_TOKENS, **drawn)
