@@ -2,7 +2,7 @@
 servers answer with scores.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine import distributed
@@ -69,7 +69,8 @@ def make_plan(args: RLHFFlags, checkpoint: Checkpoint | None, inputs: Mapping[st
     """
     dialect = args.resolved.dialect
     tokenizer = args.read_tokenizer(args.actor_model_name_or_path, "--actor_model_name_or_path", dialect.pad_token)
-    prompts, held_out, fingerprints = read_prompts(args, dialect, tokenizer)
+    query = tuple(token_id(tokenizer, dialect, field) for field in ("query_start", "query_end"))
+    prompts, held_out, fingerprints = read_prompts(args, tokenizer, args.text_reward_paths, *query)
     total_steps = count_steps(args, len(prompts))
     last_step = min(total_steps, args.test_stop_step or total_steps)
     functions = load_functions(args)
@@ -101,21 +102,29 @@ def make_plan(args: RLHFFlags, checkpoint: Checkpoint | None, inputs: Mapping[st
     )
 
 
-def read_prompts(args: RLHFFlags, dialect: Dialect, tokenizer) -> tuple[Prompts, Prompts | None, list[str]]:
-    """(prompts; held-out prompts, or None; fingerprints of both)."""
-    query = tuple(token_id(tokenizer, dialect, field) for field in ("query_start", "query_end"))
+def read_prompts(
+    args, tokenizer, readers: Sequence[str], *query: int | None
+) -> tuple[Prompts | None, Prompts | None, list[str]]:
+    """(prompts, or None; held-out prompts, or None; fingerprints of both).
+
+    args: of step 3, or of a tool that measures. readers: the reward models that read texts. query: the ids of the
+    dialect's query_start and query_end. Raises: UserError.
+    """
     form, with_dialogues = prompts_for(args)
-    with_dialogues = with_dialogues or bool(args.text_reward_paths)
+    with_dialogues = with_dialogues or bool(readers)
+    fit = prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong, *query)
     parts = args.load_rows(
         form,
         tokenizer,
-        prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong, *query),
+        fit,
         held_out=args.num_eval_prompts,
         eval_limit=args.num_eval_prompts,
         held_out_flag="--num_eval_prompts",
     )
     prompts, held_out = (
-        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, *query, with_dialogues)
+        Prompts(
+            rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, *query, with_dialogues=with_dialogues
+        )
         if len(rows)
         else None
         for rows in parts

@@ -35,12 +35,12 @@ from engine.zero.communication import init
 from engine.zero.engines import FrozenModel
 from training.config.models import ServerFlags
 from training.config.reward import ENVIRONMENT, SERVER, check_columns, function_source, load_given
-from training.data.examples import Prompts, prompt_fit
-from training.environments import conversations, environments_of, load_environment, prompts_for
+from training.data.examples import Prompts
+from training.environments import conversations, environments_of, load_environment
 from training.reporting.evaluation import Evaluator
 from training.reward_texts import Texts, reward_source
 from training.runtime.models import check_positions, generation_stops, prompt_and_answer
-from training.runtime.plan import by_part, check_reward_texts, check_server
+from training.runtime.plan import by_part, check_reward_texts, check_server, read_prompts
 from training.tools.flags import MeasuringFlags, RewardsFlags
 
 DIALECT = Dialect(name="measured", critic_start="none", critic_lr=0.0, advantage_estimator="rloo", samples_per_prompt=2)
@@ -96,26 +96,10 @@ def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
     Raises: UserError if data do not exist or cannot be read, if there are too few prompts, if a reward model cannot
     read them, or if the environment fails with the first row.
     """
-    fit = prompt_fit(tokenizer, args.max_prompt_seq_len, args.overlong)
     models, trusted = args.reward_model_name_or_path, args.trust_remote_code
     texts = [path for path in models if reads_texts(tokenizer, path, REWARD_MODEL, trusted)]
     load_environment(args, texts)
-    form, with_dialogues = prompts_for(args)
-    with_dialogues = with_dialogues or bool(texts)
-    parts = args.load_rows(
-        form,
-        tokenizer,
-        fit,
-        held_out=args.num_eval_prompts,
-        eval_limit=args.num_eval_prompts,
-        held_out_flag="--num_eval_prompts",
-    )
-    rest, held_out = (
-        Prompts(rows, tokenizer, args.max_prompt_seq_len, args.overlong, args.cache, with_dialogues=with_dialogues)
-        if len(rows)
-        else None
-        for rows in parts
-    )
+    rest, held_out, _ = read_prompts(args, tokenizer, texts)
     assert held_out is not None, "load_rows gives as many as are asked for, or says that they are too few"
     lines = check_reward_texts(args, args.reward_model_name_or_path, tokenizer, by_part(held_out, None))
     for line in lines if distributed.is_main() else ():
