@@ -427,6 +427,7 @@ class DataFlags(RunFlags):
         [],
         "one number for each data set of --data_path: how often its rows are seen in one pass over the data (2: "
         "each row twice; 0.5: half of the rows); by default 1",
+        above=0,
     )
     data_split: str | None = flag(
         None,

@@ -312,8 +312,6 @@ def read_records(path: str | Path) -> Records:
     raises UserError only when its record is read.
     """
     path = Path(path)
-    if path.is_dir():
-        raise UserError(f"{path}: found a directory; name one file in it.")
     file, ending = DataFile(path), data_ending(path)
     if ending not in ENDINGS:
         raise UserError(

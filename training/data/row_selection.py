@@ -269,7 +269,7 @@ def split_part(size: int, shares: list[float], phase: int, seed: int) -> np.ndar
 
 
 def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> list[float]:
-    """The weights; by default 1 for each path. Raises UserError unless there is a positive weight for each path."""
+    """The weights; by default 1 for each path. Raises UserError unless there is a weight for each path."""
     if not weights:
         return [1.0] * len(paths)
     given = " ".join(f"{weight:g}" for weight in weights)
@@ -277,11 +277,6 @@ def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> li
         raise UserError(
             f"--data_weights {given}: {len(weights)} weights for {len(paths)} data sets of --data_path. "
             "Give one for each."
-        )
-    if not all(weight > 0 and math.isfinite(weight) for weight in weights):
-        raise UserError(
-            f"--data_weights {given}: a weight says how often a data set is seen in one pass; give numbers "
-            "greater than 0."
         )
     return list(weights)
 

@@ -69,8 +69,6 @@ def open_source(given: str, config_name: str | None = None) -> Source:
     config_name: which configuration to read, for a data set that has several. Raises: UserError if there is no data set
     of this name, or if the data set cannot be read, or the Hub cannot be reached.
     """
-    if not given:
-        raise UserError("--data_path: found an empty name; give a file, a folder, or a data set on the Hub.")
     name, asked = name_and_split(given)
     path, unread = Path(name).expanduser(), []
     try:

@@ -83,7 +83,7 @@ def test_offload_needs_something_to_offload():
         (("--ema_decay", "0.5"), "--ema_decay 0.5 needs --enable_ema or --reference ema. Give that, or"),
         (("--stop", ""), "--stop '': an empty string"),
         (("--data_weights", "1", "2"), "--data_weights 1 2: 2 weights for 1 data sets"),
-        (("--data_weights", "0"), "--data_weights 0: a weight says how often"),
+        (("--data_weights", "0"), "--data_weights 0.0: must be greater than 0"),
         (("--enable_test_mode",), "--enable_test_mode needs --test_stop_step."),
         (("--test_stop_step", "3"), "--test_stop_step 3 needs --enable_test_mode."),
         (("--unsupervised_dataset_config_name", "x"), "--unsupervised_dataset_config_name x needs"),

@@ -241,7 +241,6 @@ def test_other_sets_are_taken_as_they_are():
         ("absent.csv", r"absent.csv: cannot be read \(No such file or directory\); check the path"),
         ("reviews/absent.parquet", "reviews/absent.parquet: cannot be read"),
         ("not a name", "not a name: cannot be read"),
-        ("", "--data_path: found an empty name"),
     ],
 )
 def test_paths_are_never_asked_for_on_the_hub(monkeypatch, tmp_path, name, message):
