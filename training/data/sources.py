@@ -18,7 +18,7 @@ import huggingface_hub
 from fsspec.utils import glob_translate
 
 from engine.errors import UserError
-from engine.models.model_paths import can_be_hub_name
+from engine.models.model_paths import can_be_hub_name, one_line
 from training.data.files import (
     ENDINGS,
     ArrowRecords,
@@ -167,7 +167,7 @@ def _folder_splits(path: Path, config_name: str | None = None) -> tuple[Splits, 
         splits = _splits_of_card(path, data, config_name) or _splits_by_name(data)
     except Exception as error:  # a README.md can make the libraries raise any kind of error
         raise UserError(
-            f"{path}: found no data set in this folder ({_first_line(error)}). Give the files that are meant, or a "
+            f"{path}: found no data set in this folder ({one_line(error)}). Give the files that are meant, or a "
             "folder of .jsonl, .json, .csv or .parquet files, or one of save_to_disk."
         ) from None
     unread = set(files).difference(*splits.values())
@@ -225,7 +225,7 @@ def _saved_splits(path: Path) -> Splits:
         saved = datasets.load_from_disk(str(path))
     except Exception as error:  # bad files can make the library raise any kind of error
         raise UserError(
-            f"{path}: found a data set of save_to_disk that is broken ({_first_line(error)}). Save it again."
+            f"{path}: found a data set of save_to_disk that is broken ({one_line(error)}). Save it again."
         ) from None
     return _dataset_splits(saved, str(path), hashlib.sha256(b"".join(hashes)).hexdigest())
 
@@ -239,7 +239,7 @@ def _hub_splits(name: str, config_name: str | None) -> Splits:
         except Exception as error:  # also errors of the HTTP library, which may be one of several
             raise UserError(
                 f"{name}: found no such file or folder in {Path.cwd()}, and no data set of "
-                f"that name on the Hugging Face Hub can be reached ({_first_line(error)}). Check the name; "
+                f"that name on the Hugging Face Hub can be reached ({one_line(error)}). Check the name; "
                 "without a network, give local files, or set HF_HUB_OFFLINE=1 to read a data set that was "
                 "loaded before."
             ) from None
@@ -249,7 +249,7 @@ def _hub_splits(name: str, config_name: str | None) -> Splits:
         return _dataset_splits(datasets.load_dataset(name, config_name), name, None)
     except Exception as error:  # any kind of error of the library
         raise UserError(
-            f"{name}: the data set cannot be loaded ({_first_line(error)}). Check the name, or "
+            f"{name}: the data set cannot be loaded ({one_line(error)}). Check the name, or "
             "save it as .jsonl or .parquet files and give those."
         ) from None
 
@@ -263,10 +263,6 @@ def _dataset_splits(loaded, name: str, content: str | None) -> Splits:
         table, fingerprint = part.data.table, f"{content or part._fingerprint} {split}"
         splits[str(split)] = [ArrowRecords(table, unread_columns(table.schema), f"{name}, split {split}", fingerprint)]
     return splits
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].removesuffix(".")[:300]
 
 
 class ChangedRecords:
