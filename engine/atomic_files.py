@@ -4,6 +4,7 @@ safetensors library would write, but the library needs all tensors in memory at 
 """
 
 import contextlib
+import ctypes
 import errno
 import json
 import math
@@ -18,6 +19,7 @@ from torch import Tensor
 
 PARTIAL, OLD = ".partial", ".old"
 """Endings of folder names, for a folder that is being written and for the earlier folder that it replaces."""
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # fcntl.h, linux/fs.h
 
 
 def write_whole(path: str | Path, content: str | bytes) -> None:
@@ -73,17 +75,24 @@ def remove_folder(path: Path) -> None:
 
 def exchange(new: Path, place: Path) -> Path | None:
     """Move the folder `new`, which is completely written and synced, to `place`. Returns the new path of the folder
-    that was at `place` before, `place`.old, or None if there was none.
+    that was at `place` before, or None if there was none.
 
-    At each instant `place` or `place`.old is a complete folder. If the process is killed in between, `restored` renames
-    it back.
+    At each instant `place` or `place`.old is a complete folder. Linux exchanges two names atomically. If the file
+    system does not support this, the earlier folder is called `place`.old for an instant; if the process is killed in
+    this instant, `restored` renames it back.
 
     Raises: OSError.
     """
-    old = place.with_name(place.name + OLD) if place.exists() else None
-    if old is not None:
-        remove_folder(old)
-        place.replace(old)
+    if not place.exists():
+        new.replace(place)
+        sync(place.parent)
+        return None
+    if _exchanged(new, place):
+        sync(place.parent)
+        return new
+    old = place.with_name(place.name + OLD)
+    remove_folder(old)
+    place.replace(old)
     new.replace(place)
     sync(place.parent)
     return old
@@ -97,6 +106,13 @@ def restored(place: Path) -> bool:
         return False
     old.replace(place)
     return True
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    return libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 # {dtype: the format's name}, in the order in which the library writes tensors: dtypes with a larger alignment come

@@ -170,6 +170,10 @@ def test_two_ranks_say_it_once(started, step, change, expected, tiny, bad, tmp_p
 @pytest.mark.parametrize(
     "found, told",
     [
+        ({"RANK": "abc"}, "RANK is 'abc', no whole number"),
+        ({"MASTER_PORT": "-1"}, "MASTER_PORT is '-1', no whole number"),
+        ({"WORLD_SIZE": "0"}, "RANK is 0 of WORLD_SIZE 0"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 of WORLD_SIZE 2"),
         ({"WORLD_SIZE": "2", "MASTER_PORT": "0", "MASTER_ADDR": "a"}, "WORLD_SIZE is 2, but it has no MASTER_PORT, w"),
         ({"WORLD_SIZE": "2", "MASTER_PORT": "9", "MASTER_ADDR": ""}, "WORLD_SIZE is 2, but it has no MASTER_ADDR, w"),
     ],

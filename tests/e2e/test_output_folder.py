@@ -90,8 +90,18 @@ def test_steps_before_the_restart_point_are_not_recorded(tiny, tmp_path, capfd):
 
 
 def test_links_and_what_the_run_reads_are_not_written_through(tiny, tmp_path, capfd):
-    out, linked = tmp_path / "out", tmp_path / "linked"
+    out, other = tmp_path / "out", tmp_path / "other"
     out.mkdir()
+    other.mkdir()
+    for name in ("actor", "critic", "checkpoints"):
+        (out / name).symlink_to(other)
+        (out / "run.json").write_text('{"starts": []}')
+        flags = tiny.flags(3, output_dir=out, resume="auto")
+        assert_one_message(run_here(3, flags, capfd), [f"--output_dir {out}: {name} in it is a link to {other}"])
+        (out / name).unlink()
+    (out / "run.json").unlink()
+    assert list(out.iterdir()) == list(other.iterdir()) == []
+    linked = tmp_path / "linked"
     linked.symlink_to(out)
     assert run_here(1, tiny.flags(1, output_dir=linked), capfd).code == 0
     assert linked.is_symlink() and (out / "model.safetensors").is_file()
@@ -104,6 +114,24 @@ def test_links_and_what_the_run_reads_are_not_written_through(tiny, tmp_path, ca
         else:
             assert_one_message(run_here(1, flags, capfd), [f"--output_dir {place}: it contains --"])
     assert snapshot(tiny.folder) == before
+
+
+@pytest.mark.parametrize(
+    "name, make, kind",
+    [
+        ("metrics.jsonl", Path.mkdir, "file"),
+        ("actor", Path.touch, "folder"),
+        ("checkpoints", Path.touch, "folder"),
+        ("tensorboard", os.mkfifo, "folder"),
+    ],
+)
+def test_something_of_another_kind_stands_in_the_place(tiny, tmp_path, capfd, name, make, kind):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text('{"starts": []}')
+    make(tmp_path / "out" / name)
+    result = run_here(3, tiny.flags(3, output_dir=tmp_path / "out", resume="auto"), capfd)
+    assert_one_message(result, [f"{name} in it is no {kind}, and the run writes one there. Move it away."])
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {name, "run.json"}
 
 
 JUDGE = """

@@ -55,6 +55,21 @@ def own_programs_first() -> None:
         os.environ["PATH"] = os.pathsep.join([own, path])
 
 
+def check_launch() -> None:
+    """Raise UserError if a variable that the launcher sets is not a number, or if RANK is not below WORLD_SIZE."""
+    numbers = {
+        name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT") if name in os.environ
+    }
+    for name, value in numbers.items():
+        if not (value.isascii() and value.isdecimal()):
+            raise UserError(f"the environment's {name} is {value!r}, no whole number. Start by deepspeed or torchrun.")
+    rank, world = numbers.get("RANK", "0"), numbers.get("WORLD_SIZE", "1")
+    if int(rank) >= int(world):
+        raise UserError(
+            f"the environment's RANK is {rank} of WORLD_SIZE {world}: ranks count from 0. Use deepspeed or torchrun."
+        )
+
+
 def check_meeting_point() -> None:
     """Raise UserError if there are several processes but MASTER_ADDR or MASTER_PORT is not set: they would wait for
     each other for ever."""
@@ -120,7 +135,7 @@ def of_srun(environment: Mapping[str, str]) -> dict[str, str]:
     not set yet, computed from SLURM's variables. {} if srun did not start this process, if the step has a single task,
     or if another launcher has set the rank.
 
-    Raises: UserError if a variable of SLURM's is missing.
+    Raises: UserError if SLURM's variables are invalid.
     """
     if not is_slurm_task(environment) or "RANK" in environment or "WORLD_SIZE" in environment:
         return {}
@@ -128,6 +143,8 @@ def of_srun(environment: Mapping[str, str]) -> dict[str, str]:
     if tasks == 1:
         return {}
     counts, node = _tasks_by_node(environment), _number(environment, "SLURM_NODEID")
+    if node >= len(counts):
+        raise UserError(f"SLURM_NODEID is {node}, but SLURM names tasks of {len(counts)} nodes ({counts}).")
     told = {
         "RANK": _number(environment, "SLURM_PROCID"),
         "WORLD_SIZE": tasks,
@@ -147,15 +164,21 @@ def first_host(nodes: str) -> str:
 
 def _tasks_by_node(environment: Mapping[str, str]) -> list[int]:
     """The number of tasks of the SLURM step on each node. SLURM writes [8, 8, 8, 4] as "8(x3),4"."""
+    text = _given(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts: list[int] = []
-    for part in _given(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE").split(","):
-        count, _, times = part.removesuffix(")").partition("(x")
-        counts += [int(count)] * int(times or 1)
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            raise UserError(f"SLURM says {text!r} of the tasks by node, which cannot be read. Set LOCAL_SIZE yourself.")
+        counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
 
 def _number(environment: Mapping[str, str], *names: str) -> int:
-    return int(_given(environment, *names))
+    value = _given(environment, *names)
+    if not (value.isascii() and value.isdecimal()):
+        raise UserError(f"the environment's {names[0]} is {value!r}, no whole number.")
+    return int(value)
 
 
 def _given(environment: Mapping[str, str], *names: str) -> str:

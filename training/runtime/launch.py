@@ -56,6 +56,7 @@ def run(main: Callable, arguments_class: type, description: str, argv: Sequence[
         quiet_libraries()
         environment.own_programs_first()
         os.environ.update(environment.of_srun(os.environ))
+        environment.check_launch()
     except UserError as error:
         return print_error(error)
     try:

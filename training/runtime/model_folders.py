@@ -201,7 +201,7 @@ def _keep_others(old: Path, place: Path) -> None:
     for path in list(old.iterdir()):
         if not output_folder.WEIGHTS.fullmatch(path.name) and not os.path.lexists(place / path.name):
             path.rename(place / path.name)
-    remove_folder(old)
+    shutil.rmtree(old)
 
 
 def finish(output_dir: Path, saved: dict[str, Path], step: int) -> None:

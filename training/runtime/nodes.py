@@ -12,7 +12,7 @@ import re
 import socket
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -55,13 +55,13 @@ def roll_call(patience: float, environment: Mapping[str, str] = os.environ):
                 raise UserError(f"nothing can listen at MASTER_PORT ({reason}). Give another --master_port.") from None
             time.sleep(BETWEEN)  # rank 0 is not there yet; the watch thread ends a wait that is too long
     store.set(start_key(f"came/{rank}", environment), json.dumps([socket.gethostname(), "GPU" if on_gpu() else "CPU"]))
-    came: dict[int, list[str]] = {}
+    came: dict[int, tuple[str, str]] = {}
     latest, told = time.monotonic(), False
     while rank == 0 and (missing := [other for other in range(world) if other not in came]):
         for other in missing:
             key = start_key(f"came/{other}", environment)
             if store.check([key]):
-                came[other] = json.loads(store.get(key))
+                came[other] = _parsed(store.get(key))
                 latest = time.monotonic()
                 told = False
         quiet = time.monotonic() - latest
@@ -83,7 +83,16 @@ def roll_call(patience: float, environment: Mapping[str, str] = os.environ):
     return store
 
 
-def absent(came: Collection[int], world: int) -> str:
+def _parsed(posted: bytes) -> tuple[str, str]:
+    """(host, device) that a rank has written. Anybody who reaches the store may write into it."""
+    try:
+        host, device = json.loads(posted)
+        return str(host), str(device)
+    except (ValueError, TypeError):
+        return "a host", "an unknown device"
+
+
+def absent(came: Mapping[int, tuple[str, str]], world: int) -> str:
     """The ranks that have not come, by their nodes' places: "ranks 8 to 15 (node 2 of 4)"."""
     here, nodes = ranks_of_this_machine(), []
     for node in range((world + here - 1) // here):

@@ -27,10 +27,11 @@ from engine.atomic_files import OLD, PARTIAL, remove_folder, restored, sync
 from engine.errors import SharedError, UserError, shown_command
 from engine.files import without_links
 from engine.models.model_paths import base_of, is_adapter
-from training.checkpoints.files import AUTO, checkpoints_in
+from training.checkpoints.files import AUTO, CHECKPOINTS, checkpoints_in
 from training.config.flags import RunFlags
 from training.reporting.run_record import METRICS_FILE, RUN_FILE, recorded_models
 from training.reporting.sinks import MetricWriter, View
+from training.reporting.step_metrics import PROFILE
 from training.reporting.trackers import RUNS_FILE
 from training.runtime.ranks import checked
 from training.runtime.stopping import reason_of
@@ -221,6 +222,7 @@ def check_output_dirs(args: RunFlags, resumed: bool = False) -> None:
         take_lock(output_dir)
     _check_apart(args, output_dir)
     if resumed or (getattr(args, "resume", None) == AUTO and _only_begun(output_dir)):
+        _check_names(output_dir)
         return
     for name, folder in folders.items():
         found = folder.iterdir() if folder.is_dir() else ()
@@ -246,6 +248,25 @@ def _check_writable(name: str, folder: Path) -> None:
         raise UserError(
             f"{name} {folder}: nothing can be written into {nearest} ({error.strerror}). Give another folder."
         ) from None
+
+
+def _check_names(output_dir: Path) -> None:
+    """Raise UserError if a path to which the run writes is of the wrong kind: a folder where the run writes a file, a
+    file where it makes a folder, a pipe, or a link. A link may lead to another run's files, and two links may lead to
+    the same folder."""
+    folders = (*MODEL_FOLDERS[:-1], "samples", CHECKPOINTS, PROFILE, "tensorboard", "wandb", "swanlab")
+    for name in (*folders, METRICS_FILE, RUN_FILE, RUNS_FILE):
+        path = output_dir / name
+        kind = "folder" if name in folders else "file"
+        if path.exists() and not (path.is_dir() if name in folders else path.is_file()):
+            raise UserError(
+                f"--output_dir {output_dir}: {name} in it is no {kind}, and the run writes one there. Move it away."
+            )
+        if path.is_symlink():
+            raise UserError(
+                f"--output_dir {output_dir}: {name} in it is a link to {path.readlink()}, whose files the run would "
+                "replace. Remove the link, or make all of --output_dir a link."
+            )
 
 
 def _check_apart(args: RunFlags, output_dir: Path) -> None:

@@ -164,6 +164,9 @@ def test_the_first_host(nodes, first):
         (without("SLURM_LOCALID"), "no SLURM_LOCALID. Pass on"),
         (without("SLURM_JOB_ID"), "no SLURM_JOB_ID. Pass on"),
         (without("SLURM_NODELIST"), "no SLURM_STEP_NODELIST or SLURM_NODELIST or SLURM_JOB_NODELIST"),
+        ({**STEP, "SLURM_PROCID": "x"}, "SLURM_PROCID is 'x', no whole number"),
+        ({**STEP, "SLURM_TASKS_PER_NODE": "many"}, "'many'"),
+        ({**STEP, "SLURM_NODEID": "3"}, "SLURM_NODEID is 3, but SLURM names tasks of 3 nodes"),
     ],
 )
 def test_what_cannot_be_is_refused(environment, told):

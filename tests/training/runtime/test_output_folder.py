@@ -159,10 +159,18 @@ def kill_at(number: int, monkeypatch) -> None:
 
     for owner, name in OPERATIONS:
         monkeypatch.setattr(owner, name, killing(getattr(owner, name)))
+    monkeypatch.setattr("engine.atomic_files._exchanged", killing(EXCHANGED[0]))
 
 
+EXCHANGED = [None]
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["exchanged", "renamed"])
 @pytest.mark.parametrize("name", ["actor", "."])
-def test_every_instant(name, tmp_path):
+def test_every_instant(name, at_once, tmp_path):
+    from engine import atomic_files
+
+    EXCHANGED[0] = atomic_files._exchanged if at_once else lambda one, other: False
     for number in range(100):
         out = tmp_path / str(number)
         model_folders._replace(writer(OLD), out, name)
