@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from engine.errors import UserError, shortened
-from engine.files import refuse_pointers
+from engine.files import parsed_json, refuse_pointers
 from engine.models.adapters import inject
 from engine.models.model_paths import ADAPTER_CONFIG, base_of, is_adapter, one_line
 from engine.models.weight_files import Header, Misfit, file_headers, listed
@@ -108,7 +108,7 @@ class AdapterFolder:
     def _score(self) -> dict:
         """What the file SCORE says; {} if there is none."""
         file = Path(self.path) / SCORE
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return parsed_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     def tensors(self) -> dict[str, Tensor]:
         """{name within the model: tensor in host memory} of the factors and the head. A name is, for example,

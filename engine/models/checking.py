@@ -21,6 +21,7 @@ from transformers.cache_utils import (
 )
 
 from engine.errors import UserError
+from engine.files import parsed_json
 from engine.models.adapter_folders import BASE, SCORE, AdapterFolder, read_adapter
 from engine.models.attention import keeps_states
 from engine.models.config_and_tokenizer import (
@@ -434,7 +435,7 @@ def check_base(adapter: AdapterFolder) -> None:
     if not file.is_file():
         return
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = parsed_json(file.read_text(encoding="utf-8"))
         model, known = found["model"], found["fingerprint"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{adapter.what}: {file} is broken ({type(error).__name__}: {error}). Copy it again.") from None

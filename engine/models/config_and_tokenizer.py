@@ -18,7 +18,6 @@ EOS, and reads the score one token earlier. The rule for the pad token therefore
 
 import contextlib
 import copy
-import json
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from engine.algorithms.dialect import Dialect
 from engine.errors import UserError, shortened
-from engine.files import refuse_pointers, rust_panics
+from engine.files import parsed_json, read_text, refuse_pointers, rust_panics
 from engine.models import classifiers
 from engine.models.model_paths import base_of, one_line, require_model
 from engine.models.weight_files import file_names, mapped_tensors, weight_files, weights_folder
@@ -329,7 +328,7 @@ def read_tokenizer(
         tokenizer.chat_template = read_chat_template(chat_template)
     elif not tokenizer.chat_template and of_processor.is_file():
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            tokenizer.chat_template = json.loads(Path(of_processor).read_text(encoding="utf-8"))["chat_template"]
+            tokenizer.chat_template = parsed_json(read_text(of_processor))["chat_template"]
     return tokenizer
 
 
@@ -339,7 +338,7 @@ def read_chat_template(path: str) -> str:
     what = f"--chat_template {path}"
     refuse_pointers([Path(path)], what)
     try:
-        text = Path(path).read_bytes().decode()
+        text = read_text(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{what}: cannot be read ({reason}). Give a text file with a chat template (Jinja).") from None

@@ -3,14 +3,13 @@
 This file does not import transformers, so that a name can be checked before the slow import.
 """
 
-import json
 import re
 from pathlib import Path
 
 import huggingface_hub
 
 from engine.errors import UserError
-from engine.files import refuse_pointers
+from engine.files import parsed_json, refuse_pointers
 
 ADAPTER_CONFIG = "adapter_config.json"
 _MODELS = ("config.json", ADAPTER_CONFIG)  # a folder with one of these is a model's folder
@@ -53,7 +52,7 @@ def base_of(path: str, what: str) -> str:
         )
     refuse_pointers([file], what)
     try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+        base = parsed_json(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{what}: {file} is broken ({type(error).__name__}: {error}). Copy it again.") from None
     if not isinstance(base, str) or not base.strip():

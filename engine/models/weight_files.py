@@ -30,8 +30,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel, modeling_utils
 
 from engine import atomic_files
-from engine.errors import UserError
-from engine.files import refuse_pointers
+from engine.errors import UserError, shortened
+from engine.files import parsed_json, refuse_pointers
 from engine.lazy import Lazy
 from engine.models.model_paths import WEIGHT_FILES, one_line
 
@@ -162,13 +162,22 @@ def stored_name(name: str, model: Any, stored: Container[str]) -> str | None:
 def _weight_map(index: Path, what: str) -> dict[str, str]:
     """{name of a tensor: name of its file}, read from an index file."""
     try:
-        by_name = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return {name: str(file) for name, file in by_name.items()}
+        by_name = parsed_json(index.read_text(encoding="utf-8"))["weight_map"]
+        files = {name: str(file) for name, file in by_name.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{what}: {index} is broken ({type(error).__name__}: {error}). It has to say in which file each tensor is. "
             "Copy it again, or write the model again."
         ) from None
+    outside = [
+        file for file in files.values() if Path(file).name != file or not file.endswith(index.name.split(".")[1])
+    ]
+    if outside or not files:
+        raise UserError(
+            f"{what}: {index} names {shortened(outside[0]) if outside else 'no file'}, but has to name weight files "
+            "in its own folder. Write the model again."
+        )
+    return files
 
 
 def _of_safetensors(file: Path, what: str) -> dict[str, Header]:

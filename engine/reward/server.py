@@ -50,6 +50,7 @@ from torch import Tensor
 from engine import distributed, trace
 from engine.errors import UserError, shortened, without_query
 from engine.experience import Rollout
+from engine.files import RepeatedName, unique_names
 from engine.reward.base import EarlyCalls, Numbers, RewardSource, decoded, keys_of, stop_all_ranks
 from engine.trace import traced
 
@@ -259,9 +260,12 @@ def decoded_scores(form: str, body: bytes, items: Sequence[Item]) -> list[float]
 
 
 def parsed(body: bytes) -> object:
-    """The value of a JSON text. Raises: WrongAnswer if it is not valid JSON."""
+    """The value of a JSON text. Raises: WrongAnswer if it is not valid JSON, or has a name twice in one object."""
     try:
-        return json.loads(body)
+        return json.loads(body, object_pairs_hook=unique_names)
+    except RepeatedName as error:
+        what = f"{shortened(error.fields)}, with the name {shortened(error.name)} {error.count} times"
+        raise WrongAnswer(f"answered {what}") from None
     except (ValueError, RecursionError):
         raise WrongAnswer(f"answered {shortened(body[:200])}, which is no JSON") from None
 

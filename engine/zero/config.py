@@ -14,6 +14,7 @@ from torch import nn
 
 from engine import distributed
 from engine.errors import UserError, nearest
+from engine.files import read_text
 
 # In a wheel the files of configs/ds are in the folder `configs` beside this file; in a checkout they are at its top
 # level.
@@ -187,7 +188,7 @@ def read_ds_file(choice: EngineConfig) -> dict:
         else CONFIG_DIR / f"zero{choice.stage}{'_offload' if choice.offload and choice.stage > 0 else ''}.json"
     )
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        config = json.loads(read_text(path))
     except OSError as error:
         raise UserError(
             f"DeepSpeed configuration of the {choice.role}: cannot read {path} ({error.strerror})."
@@ -240,7 +241,7 @@ def chosen_stage(given: int | None, path: str | None, role: str, dtype: str | No
 def stage_of_file(path: str, role: str) -> int | None:
     """The ZeRO stage in a user's file; None if the file sets no stage."""
     try:
-        stage = json.loads(Path(path).read_text(encoding="utf-8")).get("zero_optimization", {}).get("stage")
+        stage = json.loads(read_text(path)).get("zero_optimization", {}).get("stage")
     except (OSError, ValueError, AttributeError, RecursionError):
         return None  # build_ds_config refuses the file with a message
     if stage not in (None, 0, 1, 2, 3):

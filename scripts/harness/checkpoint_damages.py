@@ -173,6 +173,7 @@ DAMAGES: dict[str, Damage] = {
     "manifest: a list": partial(write, MANIFEST, b"[1, 2, 3]"),
     "manifest: null": partial(write, MANIFEST, b"null"),
     "manifest: no text": partial(write, MANIFEST, b"\xff\xfe\x00"),
+    "manifest: brackets without end": partial(write, MANIFEST, b"[" * 100_000),
 }
 
 

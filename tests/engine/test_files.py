@@ -9,7 +9,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
 from engine.atomic_files import remove_folder, restored, sync, write_whole
-from engine.files import os_errors, without_links
+from engine.errors import UserError
+from engine.files import expanded, os_errors, without_links
 
 
 def test_a_link_to_itself_stays(tmp_path):
@@ -19,6 +20,14 @@ def test_a_link_to_itself_stays(tmp_path):
     link.symlink_to(folder)
     assert without_links(loop / "x") == loop / "x"
     assert without_links(link / ".." / "link" / "x") == folder / "x"
+
+
+def test_the_folder_of_a_user_that_is_none(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expanded("~/x", "--output_dir") == tmp_path / "x"
+    told = "--output_dir ~no_such_user/x: no home folder of ~no_such_user is known on this machine. Write"
+    with pytest.raises(UserError, match=f"^{told}"):
+        expanded("~no_such_user/x", "--output_dir")
 
 
 @pytest.mark.parametrize(

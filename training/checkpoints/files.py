@@ -40,6 +40,7 @@ from transformers import PreTrainedTokenizerBase
 from engine import distributed
 from engine.atomic_files import DTYPES, write_safetensors
 from engine.errors import SharedError, UserError
+from engine.files import misfit, parsed_json
 from engine.models.saving import adapter_files, save_model
 from engine.zero.engines import TrainedModel
 from engine.zero.training_state import Shard
@@ -190,7 +191,9 @@ class ShardFiles:
 
     def _open(self, path: Path) -> None:
         file = safe_open(str(path), framework="pt", device="cpu")
-        shapes = json.loads((file.metadata() or {})["shapes"])
+        shapes = parsed_json((file.metadata() or {})["shapes"])
+        if fault := misfit(shapes, {str: [int]}, "shapes"):
+            raise ValueError(fault)
         self._shapes.update({name: tuple(shape) for name, shape in shapes.items()})
         for key in file.keys():
             name, _, start = key.rpartition("@")
@@ -238,6 +241,7 @@ class ShardFiles:
 
 FORMAT = 1
 READ_AT_ONCE = 1 << 24  # number of bytes that are read at a time
+LARGEST = 1 << 26  # largest size of a manifest in bytes: enough for hundreds of thousands of files
 
 
 class Damage(Exception):
@@ -273,7 +277,9 @@ class Manifest:
         if not path.is_file():
             raise Damage(f"{MANIFEST} is missing")
         try:
-            content = json.loads(path.read_bytes())
+            if path.stat().st_size > LARGEST:
+                raise Damage(f"{MANIFEST} is too large for one")
+            content = parsed_json(path.read_bytes())
             if content.pop("digest") != _digest(content):
                 raise Damage(f"{MANIFEST} is not as it was written")
             if content["format"] != FORMAT:

@@ -4,7 +4,6 @@ adapter merged in.
 """
 
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from engine import distributed
 from engine.atomic_files import file_order, remove_folder
 from engine.errors import SharedError, UserError
-from engine.files import without_links
+from engine.files import misfit, parsed_json, without_links
 from engine.lazy import Lazy
 from engine.models.adapter_folders import CLASSIFIER, HEAD, PREFIX, AdapterFolder, read_adapter
 from engine.models.adapters import is_factor, merged, update
@@ -30,7 +29,7 @@ from engine.models.reward_formats import is_deepspeed_chat_scorer
 from engine.models.saving import BASE
 from engine.reference import EMA
 from engine.zero.engines import TrainedModel
-from training.checkpoints.conditions import Conditions
+from training.checkpoints.conditions import BEFORE, FIRST, UNLOGGED, Conditions
 from training.checkpoints.files import (
     AUTO,
     CONFIG,
@@ -47,6 +46,25 @@ from training.checkpoints.files import (
 from training.checkpoints.files import EMA as EMA_FOLDER
 from training.runtime.ranks import checked
 
+NUMBER, ABSENT = int | float, type(None)
+STATE = {
+    "steps_done": int,
+    "models": {str: {"adam_steps": int, "loss_scale": {str: NUMBER}}},
+    "ema": bool,
+    "settings": dict,
+    "contents": {str: ([str | None], str | None)},
+    UNLOGGED: (ABSENT, {str: NUMBER | None}),
+    BEFORE: (ABSENT, {str: [NUMBER]}),
+    FIRST: (ABSENT, [str]),
+}
+"""The kind of a checkpoint's state in all three steps; see `misfit`."""
+OF_STEP_3 = {
+    **dict.fromkeys(("optimizer_steps", "samples", "prompt_batches"), int),
+    "kl": dict,
+    "score_scale": {"totals": [NUMBER, NUMBER, NUMBER]},
+    "likelihood_scale": (ABSENT, {"totals": [NUMBER, NUMBER, NUMBER]}),
+    "reward": (ABSENT, {"standardised": [{"totals": (ABSENT, [NUMBER, NUMBER, NUMBER])}]}),
+}
 SHOWN = 3  # number of damaged files that a message names
 
 
@@ -142,7 +160,13 @@ def _candidates(path: str, output_dir: str) -> tuple[bool, list[Path]]:
 def _read(path: Path, with_ema: bool) -> dict:
     """The content of the state file of a whole checkpoint."""
     try:
-        state = json.loads(path.read_text(encoding="utf-8"))
+        state = parsed_json(path.read_text(encoding="utf-8"))
+        if not (fault := misfit(state, STATE, "state")):
+            kl = state["settings"].get("kl_controller")
+            adaptive = {"kl": {"value": NUMBER}} if kl == "adaptive" else {}
+            fault = misfit(state, {**OF_STEP_3, **adaptive} if kl is not None else {}, "state")
+        if fault:
+            raise ValueError(fault)
     except (ValueError, OSError) as error:
         raise UserError(f"--resume: {path} is broken ({error}). Use an earlier checkpoint.") from None
     if state["ema"] and not with_ema:

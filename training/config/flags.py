@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
 from engine.errors import UserError, without_query
+from engine.files import expanded
 from engine.models.attention import IMPLEMENTATIONS, PACKING, Attention
 from engine.models.config_and_tokenizer import read_chat_template, read_tokenizer
 from engine.models.model_paths import base_of
@@ -320,7 +321,7 @@ def make_paths_absolute(args: ProgramFlags) -> None:
 def _to_be_made(value: str) -> str:
     """The absolute path, with each `..` resolved now: after a folder that does not exist yet, it may later lead
     elsewhere."""
-    path = Path(value).expanduser().absolute()
+    path = expanded(value, f"--{name}").absolute()
     return os.path.realpath(path) if ".." in path.parts else str(path)
 
 
@@ -331,7 +332,7 @@ def _if_there(value: str, name: str) -> str:
         return value
     parted = name in CODE or (name.endswith(DATA) and name_and_split(value)[1])
     where, colon, within = value.rpartition(":") if parted else (value, "", "")
-    path = Path(where).expanduser()
+    path = expanded(where, f"--{name}")
     try:
         there = bool(where) and path.exists() and not (name in (*CODE, "response_template") and path.is_dir())
     except OSError:  # the name is too long, or a folder may not be entered

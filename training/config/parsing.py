@@ -12,11 +12,11 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from engine.algorithms import Dialect
 from engine.errors import UserError, nearest_names, without_query
+from engine.files import read_text
 from engine.options import REQUIRED, choices_of, default_of
 from training.commands import running_command
 from training.config.flags import ProgramFlags, by_group, check_name
@@ -44,7 +44,7 @@ def read_yaml(path: str) -> dict:
             return super().construct_mapping(node, deep)
 
     try:
-        found = yaml.load(Path(path).read_text(encoding="utf-8"), UniqueKeys)
+        found = yaml.load(read_text(path), UniqueKeys)
     except (OSError, ValueError) as error:
         raise UserError(f"--config {path}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
     except yaml.YAMLError as error:

@@ -34,7 +34,7 @@ import pyarrow
 from pyarrow import ipc, parquet, types
 
 from engine.errors import UserError
-from engine.files import lfs_problem
+from engine.files import lfs_problem, open_file
 from training.data.token_cache import mapped, no_room
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
@@ -77,7 +77,8 @@ def compression(path: Path) -> str:
 class DataFile:
     """A data file that stays open.
 
-    Raises: UserError if the file cannot be read, if it is a Git LFS pointer, or if it changes while it is open.
+    Raises: UserError if the file cannot be read, if it is a pipe, a device or a Git LFS pointer, or if it changes while
+    it is open.
     """
 
     def __init__(self, path: Path):
@@ -86,7 +87,7 @@ class DataFile:
         if pointer is not None:
             raise UserError(pointer)
         try:
-            self.file = path.open("rb")
+            self.file = open_file(path)
         except OSError as error:
             raise UserError(
                 f"{path}: cannot be read ({error.strerror}); check the path (relative ones start from {Path.cwd()})."

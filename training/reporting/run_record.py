@@ -26,12 +26,16 @@ import torch
 
 from engine import distributed
 from engine.atomic_files import write_whole
-from engine.errors import UserError, shown_command
+from engine.errors import UserError, shortened, shown_command
+from engine.files import misfit, parsed_json
 from engine.zero.accelerator import on_gpu
 from training.runtime.environment import is_slurm_task
 
 RUN_FILE = "run.json"
 _starts: dict[Path, list[dict]] = {}  # what this process has written: the folder may be moved during the run
+OBJECTS = ("flags", "dialect", "git", "versions", "machine", "models")
+FIELDS = {"command": str | None} | dict.fromkeys(OBJECTS, dict | None)
+"""The kind of an entry's fields that are read again; see `misfit`."""
 PACKAGES = ("torch", "deepspeed", "transformers", "datasets", "four-engine-rlhf")
 
 
@@ -103,7 +107,9 @@ def read_run_record(path: str | Path) -> list[dict]:
     """The entries of run.json, one for each start of the run, oldest first. Raises: UserError if the file is not a run
     record."""
     try:
-        starts = json.loads(Path(path).read_text(encoding="utf-8"))["starts"]
+        starts = parsed_json(Path(path).read_text(encoding="utf-8"))["starts"]
+        if fault := misfit(starts, [FIELDS], "starts"):
+            raise TypeError(fault)
     except (ValueError, KeyError, TypeError) as error:  # ValueError: no JSON, or no text
         raise UserError(f"{path}: no record of a run ({error}); move it away to go on") from error
     return starts
@@ -180,18 +186,25 @@ def read_lines(path: str | Path) -> list[tuple[str, dict]]:
     A last line without a newline is left out: the run was killed while writing the line, or is writing it now.
 
     Raises:
-        UserError: a line is not a JSON object with a step.
+        UserError: a line is not a JSON object with a step, or one of its values is not a number.
     """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: no text ({error}); move it away, or remove the lines that are broken") from error
     found = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+    for number, line in enumerate(lines, start=1):
         if not line.endswith("\n"):
             break
         try:
-            record = json.loads(line)
+            record = parsed_json(line)
         except ValueError as error:
             raise UserError(f"{path}, line {number}: no JSON ({error}); remove the line") from error
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise UserError(f"{path}, line {number}: expected an object with a whole number as step; remove the line")
+        other = next((name for name, value in record.items() if not isinstance(value, int | float | None)), None)
+        if other is not None:
+            raise UserError(f"{path}, line {number}: {other} is {shortened(record[other])}, no number; remove the line")
         found.append((line, record))
     return found
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from engine import distributed
 from engine.atomic_files import OLD, PARTIAL, remove_folder, restored, sync
 from engine.errors import SharedError, UserError, shown_command
-from engine.files import without_links
+from engine.files import read_text, without_links
 from engine.models.model_paths import base_of, is_adapter
 from training.checkpoints.files import AUTO, CHECKPOINTS, checkpoints_in
 from training.config.flags import RunFlags
@@ -188,7 +188,7 @@ def _problem(folder: Path, text: str) -> str:
 def _content(path: Path) -> str:
     """The text of a lock file; "" if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except (OSError, ValueError):
         return ""
 

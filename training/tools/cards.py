@@ -13,7 +13,6 @@ schedulers run the whole command again. A warning contains the command that repe
 
 import contextlib
 import hashlib
-import json
 import re
 import shlex
 from collections import Counter
@@ -34,6 +33,7 @@ from huggingface_hub.errors import (
 from engine import distributed
 from engine.atomic_files import write_whole
 from engine.errors import UserError
+from engine.files import parsed_json, read_text
 from engine.models.model_paths import base_of, is_adapter, one_line
 from training.config.flags import HubFlags
 from training.data.row_selection import listed
@@ -205,7 +205,7 @@ def hub_origin(path: str) -> str | None:
         return path
     with contextlib.suppress(OSError, UserError, ValueError):
         name = base_of(path, "model")
-        if name == path and _SIGNED.search(text := (Path(path) / CARD).read_text(encoding="utf-8")):
+        if name == path and _SIGNED.search(text := read_text(Path(path) / CARD)):
             name = ModelCard(text).data.to_dict().get("base_model")
         if isinstance(name, str) and is_hub_name(name):
             return name
@@ -268,7 +268,7 @@ def _whole_model(folder: Path) -> str | None:
     """The type of the composite model of which the model in a folder, or an adapter's base, is the language model; None
     for other models."""
     file = Path(base_of(str(folder), "model")) / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = parsed_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
     return config.get("text_part_of") or (config["model_type"] if "text_config" in config else None)
 
 

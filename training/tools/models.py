@@ -12,6 +12,7 @@ from pathlib import Path
 
 from engine import distributed
 from engine.errors import SharedError, UserError
+from engine.files import expanded
 from engine.models.model_paths import ADAPTER_CONFIG
 from training.checkpoints.files import CONFIG, checkpoints_in, holds_checkpoint, step_of
 from training.checkpoints.resuming import Checkpoint
@@ -50,7 +51,7 @@ def named(given: Sequence[str]) -> dict[str, str]:
         name, sign, path = entry.partition("=")
         if not sign or "/" in name or Path(entry).exists():
             name, path = "", entry
-        place = Path(path).expanduser()
+        place = expanded(path, "--models")
         if not path.strip() or (sign and not name.strip() and path != entry):
             raise UserError(f"--models {entry!r}: give NAME=PATH, or a path.")
         path = os.path.normpath(place.absolute()) if place.exists() else path

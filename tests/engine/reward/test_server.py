@@ -25,6 +25,7 @@ from engine.reward.server import (
     ServerReward,
     Servers,
     ServerSettings,
+    WrongAnswer,
     decoded_scores,
     delay,
     encoded_request,
@@ -396,3 +397,12 @@ def test_a_key_that_a_server_says_again_is_left_out(head, body):
     with answering(answer) as url, pytest.raises(Mistake, match=r"/score\?\.\.\.") as caught:
         exchange(f"{url}?key=SECRET", b"{}", timeout=30.0, most_bytes=100)
     assert "SECRET" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b'{"scores": [{"id": "7.0", "score": 1, "score": 2}]}', b'{"scores": [], "scores": [{"id": "7.0", "score": 1}]}'],
+)
+def test_a_score_that_is_given_twice_within_an_object_is_none(body):
+    with pytest.raises(WrongAnswer, match="with the name .* 2 times"):
+        decoded_scores("items", body, ONE_ITEM)

@@ -18,7 +18,7 @@ from training.checkpoints import saving
 from training.checkpoints import saving as module
 from training.checkpoints.conditions import Conditions
 from training.checkpoints.files import ShardFiles, checkpoint_folder, checkpoints_in, damages
-from training.checkpoints.resuming import Checkpoint, restore, set_aside_newer
+from training.checkpoints.resuming import Checkpoint, _read, restore, set_aside_newer
 
 
 def names(output_dir: Path) -> list[str]:
@@ -289,3 +289,23 @@ def test_an_average_that_the_checkpoint_lacks_begins_with_its_weights():
     ema = SimpleNamespace(means=[torch.zeros(2)], actor=SimpleNamespace(master_shards=lambda: [torch.ones(2)]))
     assert restore(checkpoint, {}) == []
     assert "begins with the weights" in restore(checkpoint, {}, ema)[0] and ema.means[0].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "change, told",
+    [
+        ({"kl": {"value": "0.1"}}, "state.kl.value is '0.1'"),
+        ({"score_scale": {"totals": [1.0, 2.0]}}, "state.score_scale.totals has 2 items, not 3"),
+        ({"models": {"actor": {"adam_steps": [3], "loss_scale": {}}}}, "state.models.actor.adam_steps is .3."),
+        ({"contents": {"--reward_function": 3}}, "state.contents.--reward_function is"),
+        ({"reward": {"standardised": [{"totals": [1.0]}]}}, "state.reward.standardised.*totals has 1 items, not 3"),
+    ],
+)
+def test_a_state_of_wrong_types_is_told(tmp_path, change, told):
+    """A digest proves nothing about who wrote it: a stranger can sign any state."""
+    state = {"steps_done": 1, "models": {}, "ema": False, "settings": {"kl_controller": "adaptive"}, "contents": {}}
+    state |= {"optimizer_steps": 1, "samples": 8, "prompt_batches": 1, "kl": {"value": 1}}
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps({**state, "score_scale": {"totals": [0, 0, 0]}} | change))
+    with pytest.raises(UserError, match=told):
+        _read(path, with_ema=False)

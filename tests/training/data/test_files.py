@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 from datetime import datetime
 from decimal import Decimal
 
@@ -15,9 +16,13 @@ import pytest
 from pyarrow import parquet
 
 from engine.errors import UserError
+from engine.files import open_file
+from engine.zero.config import stage_of_file
 from tests.training.data.reading import rows_of
+from training.config.parsing import read_yaml
 from training.data.files import DataFile, Unread, read_records
 from training.data.record_forms import PAIRS, PROMPTS, SFT
+from training.data.sources import open_source
 
 
 @pytest.fixture
@@ -328,6 +333,37 @@ def test_mistakes_in_the_path(write_rows, tmp_path):
         read_records(tmp_path)
     with pytest.raises(UserError, match=r"rows.txt: found the ending '\.txt'"):
         rows_of(write_rows(GOOD_LINE, "rows.txt"), PROMPTS)
+
+
+@pytest.fixture
+def odd(tmp_path):
+    """A folder with a pipe, a socket and a link to a device, all named like data files."""
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(tmp_path / "socket.jsonl"))
+        (tmp_path / "device.jsonl").symlink_to("/dev/zero")
+        yield tmp_path
+
+
+@pytest.mark.parametrize(
+    "name, kind", [("pipe", "a pipe, which can be read once only"), ("socket", "a socket"), ("device", "a device")]
+)
+def test_what_is_no_file_is_refused_and_never_opened(odd, name, kind):
+    path = odd / f"{name}.jsonl"
+    with pytest.raises(UserError, match=rf"{name}.jsonl: cannot be read \(it is {kind}\); check the path"):
+        open_source(str(path))
+    with pytest.raises(UserError, match=rf"--config .*{name}.jsonl: cannot be read \(it is {kind}\)"):
+        read_yaml(str(path))
+    with pytest.raises(OSError, match=kind):
+        open_file(path)
+    assert stage_of_file(str(path), "actor") is None
+
+
+def test_what_is_no_file_in_a_folder_is_passed_over(odd):
+    with pytest.raises(UserError, match="found no data set in this folder"):
+        open_source(str(odd))
+    (odd / "train.jsonl").write_text('{"text": "a"}\n')
+    assert len(open_source(str(odd)).training[0]) == 1
 
 
 @pytest.mark.parametrize("change", ["appended", "cut", "written again"])

@@ -38,6 +38,11 @@ def test_an_entry_without_name_or_path_is_refused(bad):
         named([bad])
 
 
+def test_a_folder_of_a_user_that_is_none_is_refused():
+    with pytest.raises(UserError, match="--models ~no_such_user/actor: no home folder of ~no_such_user"):
+        named(["one=~no_such_user/actor"])
+
+
 def test_two_of_one_name_are_refused():
     with pytest.raises(UserError, match=r"two models are called actor \(a/actor and b/actor\)\. Give them names"):
         named(["a/actor", "b/actor"])

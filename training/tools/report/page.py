@@ -5,7 +5,6 @@
 `read_runs` reads metrics.jsonl, the samples, and run.json, the record of how a run was started.
 """
 
-import json
 import math
 import re
 from collections import Counter
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from engine.algorithms import get_dialect
 from engine.errors import UserError
-from engine.files import without_links
+from engine.files import parsed_json, without_links
 from training.reporting.health import health
 from training.reporting.run_record import METRICS_FILE, RUN_FILE, read_metrics, read_run_record
 from training.reporting.sinks import PPO_VIEW, REWARD_VIEW, SFT_VIEW, View, averaged_view
@@ -24,7 +23,8 @@ from training.reporting.standard_errors import ENDINGS, scored_otherwise, with_e
 from training.reporting.summary import PART
 from training.tools.pages.page import Response, SampleRow, Samples, document, dot, sample_data, sample_section, table
 
-SHOWN = ("prompt", "response", "score", "kl", "tokens")  # fields of a sample
+NUMBER = int | float
+SHOWN = {"prompt": str, "response": str, "score": NUMBER, "kl": NUMBER, "tokens": NUMBER}  # fields of a sample
 BEFORE, AFTER = "before", "after"
 VIEWS = {"step 1": SFT_VIEW, "step 2": REWARD_VIEW, "step 3": averaged_view(PPO_VIEW)}
 POINTS = 1500  # largest number of points of a curve; few screens have more pixels in a row
@@ -114,6 +114,9 @@ def read_run(folder: Path, name: str) -> Run:
     rows = read_metrics(metrics)
     if not rows:
         raise UserError(f"{metrics}: holds no step yet. Wait for the first one.")
+    bare = next((row["step"] for row in rows if "samples" not in row), None)
+    if bare is not None:
+        raise UserError(f"{metrics}: step {bare} does not say after how many samples. Remove its line.")
     missing = []
     record = folder / RUN_FILE
     starts = read_run_record(record) if record.is_file() else []
@@ -141,9 +144,12 @@ def _sample_rows(path: Path) -> list[dict]:
         if not line.endswith(b"\n"):
             break
         try:
-            row = json.loads(line)
-            turns = {"turns": row["turns"]} if "turns" in row else {}
-            rows.append({name: row[name] for name in SHOWN} | turns)
+            row = parsed_json(line)
+            if not all(isinstance(row[name], kind) for name, kind in SHOWN.items()):
+                raise TypeError
+            if not isinstance(row.get("turns", []), list):
+                raise TypeError
+            rows.append({name: row[name] for name in (*SHOWN, "turns") if name in row})
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}, line {number}: is no sample. Correct the file, or move it away.") from None
     return rows

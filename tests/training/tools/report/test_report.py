@@ -11,6 +11,7 @@ from training.tools.report.__main__ import main
 from training.tools.report.page import POINTS, departures, thinned
 
 PROMPTS = ("Review : a", "Review : b")
+DEEP = b"[" * 100_000
 
 
 def sample(prompt, response, score):
@@ -195,12 +196,25 @@ def test_refusals(tmp_path, capsys):
     assert not (run / "report.html").exists() and not (tmp_path / "x.html").exists()
 
 
+TURNED = b'{"prompt": "a", "response": "b", "score": 1, "kl": 0, "tokens": 1, "turns": 3}\n'
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
+        ("samples/after.jsonl", b'{"prompt": "a", "response": "b", "score": null, "kl": 0, "tokens": 1}\n', "line 1"),
         ("samples/after.jsonl", b"\xff\n", "line 1: is no sample"),
+        ("samples/after.jsonl", TURNED, "line 1: is no sample"),
+        ("metrics.jsonl", b'{"step": 1, "samples": 1, "train/loss": "low"}\n', "train/loss is 'low', no number"),
+        ("metrics.jsonl", b'{"step": 1}\n', "step 1 does not say after how many samples"),
+        ("metrics.jsonl", b"\xff\n", "metrics.jsonl: no text"),
         ("run.json", b"\xff", "run.json: no record of a run"),
+        ("run.json", DEEP, "run.json: no record of a run (brackets within brackets, too deep)"),
+        ("samples/after.jsonl", DEEP + b"\n", "line 1: is no sample"),
+        ("metrics.jsonl", DEEP + b"\n", "line 1: no JSON (brackets within brackets, too deep)"),
         ("metrics.jsonl", b"1" * 5000 + b"\n", "line 1: no JSON"),
+        ("run.json", b'{"starts": 3}', "starts is 3"),
+        ("run.json", b'{"starts": [{"flags": [1]}]}', "flags is [1]"),
     ],
 )
 def test_broken_files_are_named(tmp_path, capsys, file, content, message):
