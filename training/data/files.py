@@ -15,6 +15,7 @@ while it is used is refused.
 """
 
 import bz2
+import contextlib
 import csv
 import errno
 import hashlib
@@ -22,12 +23,13 @@ import json
 import lzma
 import os
 import re
+import resource
 import tempfile
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import numpy as np
 import pyarrow
@@ -39,13 +41,18 @@ from training.data.token_cache import mapped, no_room
 
 ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}  # ending: name, Arrow's if Arrow reads it
-OPENERS = {"bz2": bz2.open, "xz": lzma.open}  # Arrow fails on empty members of bz2, and does not read xz
+DECOMPRESSORS = {"bz2": bz2.BZ2Decompressor, "xz": lzma.LZMADecompressor}  # Arrow fails on empty members of bz2
 BEGINNINGS = {".gz": rb"\x1f\x8b", ".bz2": rb"BZh[1-9]1AY&", ".xz": rb"\xfd7zXZ\0", ".zst": rb"\x28\xb5\x2f\xfd"}
+LARGEST_RATIO = 200  # limit of content size / compressed size: real data stay below, repeated bytes reach over 1,000
+ALWAYS_ALLOWED = 2**26  # bytes of content that are allowed whatever the ratio
 CHUNK = 2**20  # bytes
 LONGEST_TEXT = 10_000_000  # characters; a tokenizer takes 20 seconds for them, and minutes and all memory for more
 LONGEST_CELL = 2**31 - 1  # characters of a cell of a CSV file; the csv module's default limit is 131,072
 BLANKS, COMMA, END = map(re.compile, (r"[ \t\r\n]*", r"[ \t\r\n]*,[ \t\r\n]*", r"[ \t\r\n]*\]?[ \t\r\n]*"))  # of JSON
 LINE = re.compile(r"[^\r\n]*(?:\r\n?|\n)|[^\r\n]+$")  # a line of CSV
+NESTED = 100_000  # lists and objects that any JSON may have; each takes 30 times the memory of its two brackets
+MEMORY = 2 * 2**30  # bytes that decoding a table may take, beside TIMES the file's size: a file's pages may be large
+TIMES = 8
 ROWS = 1000  # number of rows of a table that are decoded at once
 
 
@@ -74,6 +81,11 @@ def compression(path: Path) -> str:
     return ending if ending in COMPRESSIONS else ""
 
 
+def largest_content(file: IO[bytes]) -> int:
+    """The limit, in bytes, for the decompressed content of this file."""
+    return max(ALWAYS_ALLOWED, LARGEST_RATIO * os.fstat(file.fileno()).st_size)
+
+
 class DataFile:
     """A data file that stays open.
 
@@ -92,17 +104,26 @@ class DataFile:
             raise UserError(
                 f"{path}: cannot be read ({error.strerror}); check the path (relative ones start from {Path.cwd()})."
             ) from None
+        self.limit = largest_content(self.file)
         self.state = self._state()
 
     def decompress(self) -> None:
         """Decompress the content into a temporary file, which replaces the compressed file in this object. The
         compressed file may have several members.
 
-        Raises: UserError if the file is damaged or truncated, or if there is no room for the temporary file.
+        Raises: UserError if the file is damaged or truncated, if its content is implausibly large, or if there is no
+        room for the temporary file.
         """
+        size = 0
         try:
             content = tempfile.TemporaryFile()  # noqa: SIM115
             for part in self._decompressed():
+                size += len(part)
+                if size > self.limit:
+                    raise UserError(
+                        f"{self.path}: becomes more than {LARGEST_RATIO} times as large when it is decompressed, which "
+                        "data hardly do. If it is what you mean, decompress it and give what comes out."
+                    )
                 content.write(part)
             content.flush()
         except OSError as error:
@@ -114,9 +135,12 @@ class DataFile:
         """The decompressed content in parts of at most CHUNK bytes. All decompression of data is here."""
         kind = COMPRESSIONS[compression(self.path)]
         try:
-            stream = OPENERS[kind](self.file) if kind in OPENERS else pyarrow.CompressedInputStream(self.file, kind)
-            yield from iter(lambda: stream.read(CHUNK), b"")
-            self.check()  # Arrow's stream closes the file at its own end
+            if kind in DECOMPRESSORS:
+                yield from _content(self.file, DECOMPRESSORS[kind])
+            else:
+                stream = pyarrow.CompressedInputStream(self.file, kind)
+                yield from iter(lambda: stream.read(CHUNK), b"")
+            self.check()  # the stream closes the file at its own end
         except (OSError, EOFError, lzma.LZMAError, pyarrow.ArrowException) as error:
             raise UserError(
                 f"{self.path}: cannot be decompressed ({str(error).removesuffix('.')}). Was its writing or fetching "
@@ -144,7 +168,12 @@ class DataFile:
     def hash(self) -> str:
         """SHA-256 of the content, as hexadecimal digits."""
         self.file.seek(0)
-        digest = hashlib.file_digest(self.file, "sha256").hexdigest()
+        try:
+            digest = hashlib.file_digest(self.file, "sha256").hexdigest()
+        except OSError as error:
+            raise UserError(
+                f"{self.path}: cannot be read ({error.strerror}). Look at its disk, or give a copy."
+            ) from None
         self.check()
         return digest
 
@@ -158,6 +187,21 @@ class DataFile:
             raise UserError(
                 f"{self.path}: was changed while it was read. Start again when nothing writes to it, or give a copy."
             )
+
+
+def _content(file: IO[bytes], decompressor: Callable) -> Iterator[bytes]:
+    """The decompressed content of a file in parts of at most CHUNK bytes. decompressor: a class of `bz2` or `lzma`. The
+    files of these modules would end without an error where a second member is damaged. Raises: OSError, EOFError,
+    lzma.LZMAError."""
+    decoder, content = None, b""
+    while content := content or file.read(2**16):  # what follows a member is copied
+        decoder = decoder or decompressor()
+        yield decoder.decompress(content, CHUNK)
+        while not decoder.eof and not decoder.needs_input:
+            yield decoder.decompress(b"", CHUNK)
+        content, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
+    if decoder:
+        raise EOFError("Truncated compressed stream")
 
 
 class RecordList:
@@ -199,6 +243,7 @@ class JsonLines:
         number, start = self.numbers[index], self.starts[index]
         end = self.starts[index + 1] if index + 1 < len(self) else self.end
         line = _decoded(self.path, self.file.read(start, end).partition(b"\n")[0], number)
+        _check_brackets(f"{self.path}, line {number}", line)
         try:
             return f"{self.path}, line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:  # also raised for a number with thousands of digits
@@ -324,7 +369,12 @@ def read_records(path: str | Path) -> Records:
         file.decompress()
     for other, pattern in BEGINNINGS.items():
         if re.match(pattern, file.read(0, 8)):
-            raise UserError(f"{path}: holds {COMPRESSIONS[other]} data. Decompress it, or call it {path.name}{other}.")
+            raise UserError(
+                f"{path}: holds {COMPRESSIONS[other]} data inside of {COMPRESSIONS[compression(path)]} data. "
+                "Decompress it once."
+                if compression(path)
+                else f"{path}: holds {COMPRESSIONS[other]} data. Call it {path.name}{other}, or decompress it."
+            )
     if ending == ".parquet":
         return _parquet(file)
     if ending == ".csv":
@@ -363,6 +413,7 @@ def _json(path: Path, text: str, fingerprint: str) -> RecordList:
     place = BLANKS.match(text).end()
     is_list = text.startswith("[", place)
     between = COMMA if is_list else BLANKS
+    _check_brackets(str(path), text)
     try:
         if not is_list and text[place : place + 1] not in ("", "{"):
             raise UserError(
@@ -389,6 +440,13 @@ def _json(path: Path, text: str, fingerprint: str) -> RecordList:
         return f"{path}, record {index + 1}", decode(text, starts[index])[0]
 
     return RecordList(starts, record, fingerprint)
+
+
+def _check_brackets(where: str, text: str) -> None:
+    """Raise UserError if a text of JSON has so many lists and objects that they would take far more memory than the
+    text."""
+    if text.count("[") + text.count("{") > NESTED + len(text) // 8:
+        raise UserError(f"{where}: found more than {NESTED:,} lists and objects with hardly a text in them.")
 
 
 def _line(text: str, place: int) -> str:
@@ -457,7 +515,7 @@ def _parquet(file: DataFile) -> ArrowRecords:
     rows."""
     fingerprint = file.hash()
     try:
-        with tempfile.TemporaryFile() as copy:
+        with tempfile.TemporaryFile() as copy, _limited(file.path, file.file, file.limit) as check:
             source = parquet.ParquetFile(file.file)
             schema = source.schema_arrow  # made anew at each access
             _check_names(str(file.path), schema.names)
@@ -465,6 +523,7 @@ def _parquet(file: DataFile) -> ArrowRecords:
             read = pyarrow.schema([field for field in schema if field.name not in unread])
             with ipc.new_stream(copy, read) as writer:  # Arrow's file format does not let a column's dictionary change
                 for batch in source.iter_batches(ROWS, columns=read.names, use_threads=False):
+                    check(batch)
                     writer.write_batch(batch)
             copy.flush()
             table = ipc.open_stream(mapped(copy)).read_all()
@@ -474,6 +533,54 @@ def _parquet(file: DataFile) -> ArrowRecords:
         raise UserError(f"{file.path}: found no Parquet that can be read ({_reason(error)}). Write it again.") from None
     file.check()  # the content that was hashed is the content that was read
     return ArrowRecords(table, unread, str(file.path), fingerprint)
+
+
+def check_arrow(path: Path) -> None:
+    """Check an Arrow stream, which may be compressed. Parts that are not compressed are not even read. Raises:
+    UserError if its content is implausibly large; OSError for a pipe or device; pyarrow.ArrowException if the file
+    cannot be read."""
+    with (
+        open_file(path) as file,
+        pyarrow.memory_map(f"/proc/self/fd/{file.fileno()}") as content,
+        _limited(path, file, largest_content(file)) as check,
+    ):
+        for batch in ipc.open_stream(content, options=ipc.IpcReadOptions(use_threads=False)):
+            check(batch)
+
+
+@contextlib.contextmanager
+def _limited(path: Path, file: IO[bytes], limit: int) -> Iterator[Callable[[pyarrow.RecordBatch], None]]:
+    """Limits what decoding a table takes. Yields a function that is called with each decoded batch.
+
+    A kilobyte may decode to gigabytes in one row, and neither the file's footer nor its pages tell beforehand.
+    Therefore the process may take only MEMORY + TIMES * size of the file more memory within this context. Raises:
+    UserError if it would take more, or if the batches together have more than `limit` bytes.
+    """
+    total = 0
+    pool = pyarrow.default_memory_pool()
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    most = taken + MEMORY + TIMES * os.fstat(file.fileno()).st_size
+
+    def check(batch: pyarrow.RecordBatch) -> None:
+        nonlocal total
+        total += batch.nbytes
+        if total > limit:
+            raise MemoryError
+
+    try:
+        pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # other pools reserve addresses that they do not use
+        soft = min(each for each in (most, *limits) if each != resource.RLIM_INFINITY)
+        resource.setrlimit(resource.RLIMIT_AS, (soft, limits[1]))
+        yield check
+    except MemoryError:
+        raise UserError(
+            f"{path}: becomes more than {limit >> 20:,} MB when it is decoded, or needs more memory than data do. If "
+            "it is what you mean, write it as .jsonl and give that."
+        ) from None
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+        pyarrow.set_memory_pool(pool)
 
 
 def check_text(where: str, column: str, value: object, may_be_blank: bool = False) -> None:

@@ -83,6 +83,7 @@ class Form:
         Raises UserError, with the place and the column, if the record has the columns of no alternative, or if one of
         its texts cannot be tokenised.
         """
+        _check_depth(where, record)
         _refuse_media(where, record)
         record = messages_on_both_sides(_from_share_gpt(record)) if isinstance(record, dict) else record
         names = matching_columns(where, record, self.columns)
@@ -236,6 +237,20 @@ def _remedy(record: dict, columns: Columns = (), otherwise: str = "Rename or add
                 f"jq -c {shlex.quote(f'.[{json.dumps(name)}][]')} OLD.json > NEW.jsonl"
             )
     return otherwise
+
+
+DEEPEST = 100  # limit of the nesting of lists and objects in a record
+
+
+def _check_depth(where: str, record: object) -> None:
+    """Raise UserError if the record's JSON is nested too deeply to be written into a message or read from the cache."""
+    level = [record] if isinstance(record, (dict, list)) else []
+    for _ in range(DEEPEST):
+        values = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [value for value in values if isinstance(value, (dict, list))]
+        if not level:
+            return
+    raise UserError(f"{where}: found more than {DEEPEST} lists within lists. Correct the record or take it out.")
 
 
 MEDIA = ("image", "video", "audio")

@@ -9,6 +9,7 @@ recipes train on the same texts here.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from training.data.files import (
     ArrowRecords,
     DataFile,
     Records,
+    check_arrow,
     data_ending,
     quoted,
     read_records,
@@ -217,12 +219,20 @@ def _splits_of_card(path: Path, files: list[Path], config_name: str | None) -> d
 
 
 def _saved_splits(path: Path) -> Splits:
-    """The splits of a folder that `save_to_disk` wrote. Raises UserError if it is broken."""
+    """The splits of a folder that `save_to_disk` wrote. Raises UserError if it is broken, or names files elsewhere."""
     import datasets
 
     hashes = [bytes.fromhex(DataFile(file).hash()) for file in sorted(path.rglob("*")) if file.is_file()]
     try:
+        several = path / "dataset_dict.json"
+        for name in json.loads(several.read_text())["splits"] if several.exists() else [""]:
+            for part in json.loads((path / name / "state.json").read_text())["_data_files"]:
+                if name == ".." or "/" in name + part["filename"]:
+                    raise ValueError(f"{name}/{part['filename']} is not the name of a file in it")
+                check_arrow(path / name / part["filename"])
         saved = datasets.load_from_disk(str(path))
+    except UserError:
+        raise
     except Exception as error:  # bad files can make the library raise any kind of error
         raise UserError(
             f"{path}: found a data set of save_to_disk that is broken ({one_line(error)}). Save it again."

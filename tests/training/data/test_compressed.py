@@ -5,13 +5,16 @@ import gzip
 import io
 import json
 import lzma
+import os
 import random
 import re
 import resource
+import subprocess
 import tempfile
 import tracemalloc
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pytest
 from pyarrow import parquet
@@ -72,13 +75,14 @@ NOISE = random.Random(0).randbytes(3000)  # so that it is stored, and a damaged 
 @pytest.mark.parametrize(
     "damage, told",
     [
-        (lambda content: content[:-5], r"cannot be decompressed \(.*\)\. Was .* cut off\?"),
-        (lambda content: content[:9], "cannot be decompressed"),
-        (lambda content: content + content[:9], "cannot be decompressed"),
+        (lambda content: content[:-5], r"cannot be decompressed \(Truncated compressed stream\)\. Was .* cut off\?"),
+        (lambda content: content[:9], r"cannot be decompressed \(Truncated compressed stream\)"),
+        (lambda content: content + content[:9], r"cannot be decompressed \(Truncated compressed stream\)"),
+        (lambda content: content + b"oops, some more", "cannot be decompressed"),
         (lambda _: LINES, "cannot be decompressed .* or take .(gz|bz2|xz|zst) off its name if it is not compressed"),
         (lambda _: b"\0" * 2000, "cannot be decompressed"),
         (lambda _: pyarrow.compress(LINES, "brotli", asbytes=True), "cannot be decompressed"),
-        (lambda _: b"", "(found no records|cannot be decompressed)"),
+        (lambda _: b"", "found no records"),
     ],
 )
 def test_what_cannot_be_decompressed(tmp_path, ending, damage, told):
@@ -87,6 +91,67 @@ def test_what_cannot_be_decompressed(tmp_path, ending, damage, told):
     with pytest.raises(UserError, match=rf"^{re.escape(str(path))}: {told}") as caught:
         rows_of(path, SFT)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < len(str(path)) + 300
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_a_small_file_that_becomes_a_huge_one_is_refused_before_it_is(tmp_path, monkeypatch, ending):
+    monkeypatch.setattr(files, "ALWAYS_ALLOWED", 2**16)
+    written, temporary_file = [], tempfile.TemporaryFile
+
+    def counted():
+        file = temporary_file()
+        written.append(os.dup(file.fileno()))
+        return file
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", counted)
+    path = tmp_path / f"rows.jsonl{ending}"
+    content = COMPRESS[ending](b'{"text": "' + b" " * 30_000_000)
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"becomes more than 200 times as large .* decompress it and give"):
+        open_source(str(tmp_path))  # a folder: no other library decompresses it either
+    assert os.fstat(written[0]).st_size <= 200 * len(content)
+    os.close(written[0])
+
+
+BIG = "a" * 2**16
+
+
+def repeated(times: int) -> pyarrow.Array:
+    return pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * times, pyarrow.int32()), [BIG])
+
+
+@pytest.mark.slow
+def test_a_small_parquet_file_that_becomes_a_huge_one_is_refused(tmp_path, monkeypatch):
+    """However its texts are encoded, and whatever its footer says of their sizes and numbers."""
+    monkeypatch.setattr(files, "ALWAYS_ALLOWED", 2**24)
+    names = ("dictionary", "one_row", "prefixes", "compressed", "larger_than_told")
+    paths = {name: tmp_path / f"{name}.parquet" for name in names}
+    flat = pyarrow.table({"text": repeated(400)})
+    one_row = pyarrow.ListArray.from_arrays(pyarrow.array([0, 3000], pyarrow.int32()), repeated(3000))
+    parquet.write_table(flat, paths["dictionary"], compression="zstd", store_schema=False)
+    parquet.write_table(pyarrow.table({"text": one_row}), paths["one_row"], compression="zstd", store_schema=False)
+    texts = pyarrow.table({"text": [BIG] * 300})
+    plain = {"use_dictionary": False, "compression": "zstd", "write_statistics": False}
+    parquet.write_table(texts, paths["prefixes"], column_encoding={"text": "DELTA_BYTE_ARRAY"}, **plain)
+    parquet.write_table(texts, paths["compressed"], **plain)
+    told = parquet.ParquetFile(paths["compressed"]).metadata.row_group(0).column(0).total_uncompressed_size
+    said, smaller = _varint(told), _varint(2**23)  # as many bytes
+    content = paths["compressed"].read_bytes()
+    assert len(said) == len(smaller) and content.count(said) >= 2
+    paths["larger_than_told"].write_bytes(content.replace(said, smaller))
+    for path in paths.values():
+        assert path.stat().st_size < 100_000
+        with pytest.raises(UserError, match=rf"{path.name}: becomes more than 16 MB when it is decoded, .* as \.jsonl"):
+            read_records(path)
+
+
+def _varint(number: int) -> bytes:
+    """A number as a Parquet footer has it."""
+    number, parts = 2 * number, []
+    while number:
+        number, part = number >> 7, number & 127
+        parts.append(part | (128 if number else 0))
+    return bytes(parts)
 
 
 def test_equal_labels_and_repetitive_chats_are_read(tmp_path):
@@ -116,6 +181,42 @@ def test_small_records_take_little_more_memory_than_their_text(tmp_path, name, c
     finally:
         tracemalloc.stop()
     assert records[len(records) - 1][1] in ({"n0": "a"}, {"a": None, "b": None}, 0, {})
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl"])
+def test_one_record_of_very_many_lists_is_refused(tmp_path, name):
+    (tmp_path / name).write_bytes(b'{"text": [' + b"[]," * 300_000 + b"[]]}")
+    with pytest.raises(UserError, match=rf"{name}.*: found more than 100,000 lists and objects"):
+        rows_of(tmp_path / name, SFT)
+
+
+def test_a_table_is_decoded_by_this_process_with_a_limit_of_memory(tmp_path, monkeypatch):
+    path, limits, built = tmp_path / "a.parquet", resource.getrlimit(resource.RLIMIT_AS), []
+    schema = parquet.ParquetFile.schema_arrow
+    parquet.write_table(pyarrow.table({"a": ["a"], "b": ["b"]}), path)
+    counted = property(lambda source: built.append(1) or schema.fget(source))
+    monkeypatch.setattr(parquet.ParquetFile, "schema_arrow", counted)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert read_records(path)[0][1] == {"a": "a", "b": "b"}
+    assert len(built) == 1  # each access takes milliseconds if there are thousands of columns
+    told = pytest.raises(UserError, match="needs more memory than data do")
+    with path.open("rb") as file, told, files._limited(path, file, 2**40):
+        bytearray(4 * 2**30)
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+def test_a_saved_set_with_compressed_batches_that_become_huge_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "ALWAYS_ALLOWED", 2**24)
+    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path)
+    path = tmp_path / "data-00000-of-00001.arrow"
+    schema = pyarrow.ipc.open_stream(path).schema
+    batch = pyarrow.record_batch([pyarrow.array([BIG] * 100)], schema=schema)
+    with pyarrow.ipc.new_stream(path, schema, options=pyarrow.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        for _ in range(4):
+            writer.write_batch(batch)
+    assert path.stat().st_size < 100_000
+    with pytest.raises(UserError, match=rf"{path.name}: becomes more than 16 MB when it is decoded"):
+        open_source(str(tmp_path))
 
 
 def test_without_room_for_the_content(tmp_path, monkeypatch):
@@ -162,13 +263,11 @@ def test_compressed_data_under_a_plain_name_or_twice_are_called_so(tmp_path, end
     content, kind = COMPRESS[ending](LINES), files.COMPRESSIONS[ending]
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
-    with pytest.raises(
-        UserError, match=rf"rows.jsonl: holds {kind} data\. Decompress it, or call it rows.jsonl\{ending}"
-    ):
+    with pytest.raises(UserError, match=rf"rows.jsonl: holds {kind} data\. Call it rows.jsonl\{ending}, or decompress"):
         read_records(path)
     twice = tmp_path / "rows.jsonl.gz"
     twice.write_bytes(gzip.compress(content))
-    with pytest.raises(UserError, match=rf"rows.jsonl.gz: holds {kind} data\. Decompress it"):
+    with pytest.raises(UserError, match=rf"rows.jsonl.gz: holds {kind} data inside of gzip data\. Decompress it once"):
         read_records(twice)
 
 

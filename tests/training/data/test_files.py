@@ -161,7 +161,7 @@ def test_two_columns_of_a_name(tmp_path):
         (
             gzip.compress(b'{"text": "a"}', mtime=0),
             "rows.jsonl",
-            r"rows.jsonl: holds gzip data\. Decompress it, or call it rows.jsonl.gz",
+            r"rows.jsonl: holds gzip data\. Call it rows.jsonl.gz",
         ),
     ],
 )
@@ -412,7 +412,14 @@ def test_a_text_of_ten_megabytes_is_refused_by_its_line(tmp_path):
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
 def test_lists_within_lists(tmp_path, name):
-    record = '{"prompt": "a", "more": ' + "[" * 100_000 + "]" * 100_000 + "}"
-    (tmp_path / name).write_text(f"[{record}]" if name == "rows.json" else record)
-    with pytest.raises(UserError, match="too deep"):
-        rows_of(tmp_path / name, PROMPTS)
+    def write(depth: int):
+        record = '{"prompt": "a", "more": ' + "[" * depth + "]" * depth + "}"
+        (tmp_path / name).write_text(f"[{record}]" if name == "rows.json" else record)
+        return tmp_path / name
+
+    assert list(rows_of(write(90), PROMPTS)[0]) == ["prompt", "more"]
+    with pytest.raises(UserError, match=re.escape(": found more than 100 lists within lists. Correct")):
+        rows_of(write(150), PROMPTS)
+    for depth in (850, 900, 950, 1000, 100_000):
+        with pytest.raises(UserError, match="lists within lists|too deep"):
+            rows_of(write(depth), PROMPTS)
