@@ -22,6 +22,11 @@ MISTAKES = [
         {"data_path": "{bad}/other_column.jsonl"},
         ["{bad}/other_column.jsonl, line 2", "question, answer", "needed: ", "prompt"],
     ),
+    (
+        (1,),
+        {"data_path": "~no_such_user/x.jsonl"},
+        ["--data_path ~no_such_user/x.jsonl: no home folder"],
+    ),
     ((1,), {"eval_data_path": "{bad}/broken.jsonl"}, ["{bad}/broken.jsonl, line 3"]),
     ((3,), {"eval_data_path": "{bad}/broken.jsonl", "num_eval_prompts": 100}, ["{bad}/broken.jsonl, line 3"]),
     ((2,), {"normalization_data_path": "{bad}/other_column.jsonl"}, ["{bad}/other_column.jsonl, line 2", "question"]),

@@ -307,18 +307,19 @@ DATA = ("data_path", "dataset_name")
 
 
 def make_paths_absolute(args: ProgramFlags) -> None:
-    """Replace the relative paths in all flags by absolute ones. Links are not resolved."""
+    """Replace the relative paths in all flags by absolute ones. Links are not resolved. Raises: UserError for a path
+    that begins with ~name if no user has this name."""
     for spec in dataclasses.fields(args):
         value = getattr(args, spec.name)
         if spec.name in WRITTEN and value is not None:
-            setattr(args, spec.name, _to_be_made(value))
+            setattr(args, spec.name, _to_be_made(value, spec.name))
         elif spec.name.endswith(READ) and isinstance(value, str):
             setattr(args, spec.name, _if_there(value, spec.name))
         elif spec.name.endswith(READ) and isinstance(value, list):
             setattr(args, spec.name, [_if_there(item, spec.name) for item in value])
 
 
-def _to_be_made(value: str) -> str:
+def _to_be_made(value: str, name: str) -> str:
     """The absolute path, with each `..` resolved now: after a folder that does not exist yet, it may later lead
     elsewhere."""
     path = expanded(value, f"--{name}").absolute()
