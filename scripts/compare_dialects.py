@@ -137,9 +137,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=positive, help="of a run, for a smaller or larger budget")
     parser.add_argument("--responses", type=positive, help="of a step")
     parser.add_argument("--rates", nargs="+", type=float, help="what the search chooses from")
-    parser.add_argument(
-        "--docs", action="store_true", help="add tables, pictures and numbers to those of docs/comparison_tables.md"
-    )
+    parser.add_argument("--docs", action="store_true", help="add tables, pictures and numbers to those of docs/")
     options = parser.parse_args(arguments)
     options.models = dict(options.models)
     return options

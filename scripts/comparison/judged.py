@@ -71,7 +71,7 @@ def make_long(models: Path) -> None:
     write(data / "eval_prompts.jsonl", prompts[-256:])
     base(models, "--hidden_size", "192", "--num_layers", "4", "--num_heads", "6")
     step1(models, models / "base", max_seq_len=96, num_train_epochs=4, learning_rate=3e-3)
-    step2(models, (12, 80), max_seq_len=96, num_train_epochs=3, learning_rate=1e-3)
+    step2(models, (12, 80), max_seq_len=96, num_train_epochs=8, learning_rate=1e-3, dropout=0.2)
 
 
 def swapped(pairs: Sequence[dict], share: float) -> list[dict]:

@@ -1,6 +1,6 @@
-"""A task's results as tables and a picture, and docs/comparison_tables.md.
+"""A task's results as tables and a picture, and where docs/ shows them (PAGES).
 
-The program writes into that page between two marks, and beside it the pictures and the numbers.
+The program writes into a page between two marks, and beside it the pictures and the numbers.
 """
 
 import math
@@ -29,9 +29,6 @@ from scripts.comparison.tasks import ROOT, TASKS, Task
 VARIETY = {"distinct_bigrams": "bigrams a token", "known_words": "known words"}
 """Measures by which responses that became alike are told, and invented words, and what columns call them."""
 
-JUDGED = {"judge": ("judge", 2), "score": ("reward model", 2), "distinct_bigrams": ("bigrams a token", 3)}
-"""What a judged task shows of each entry at the same places, with how many digits."""
-
 LAST = {"score": 2, "kl": 1}
 """What is shown of a run's last evaluation, and with how many digits."""
 
@@ -41,7 +38,7 @@ def number(values: Band | None, of: int, digits: int = 2) -> str:
     if values is None:
         return "-"
     error = "" if values.error is None else f" ± {values.error:.{digits}f}"
-    return f"{values.mean:.{digits}f}{error}" + (f" ({values.count} of {of})" if values.count < of else "")
+    return f"{values.mean:.{digits}f}{error}" + (f", {values.count} of {of}" if values.count < of else "")
 
 
 def at_kls(compared: Compared, kls: Sequence[float]) -> list[Band | None]:
@@ -107,22 +104,21 @@ def brief_table(task: Task, entries: Sequence[Compared]) -> str:
 
 
 def judged_table(task: Task, entries: Sequence[Compared]) -> str:
-    """What judge and reward model say at each KL, where the course has it with the best value of the judge; and where
-    the judge is best of all."""
-    columns = ["", "", "rate", "CPU s", *(f"KL {kl:g}" for kl in task.kls), "best by the judge", "its KL", "last KL"]
+    """The judge's measure and, in brackets, the reward model's at each KL, where the course has it with the best value
+    of the judge; and where the judge is best of all."""
+    columns = ["", "rate", "CPU s", *(f"KL {kl:g}" for kl in task.kls), "best by the judge", "its KL", "bigrams there"]
     lines = [_line(columns), "| --- " * len(columns) + "|"]
     for compared in ordered(entries, task.search_kl):
         results = list(compared.results.values())
         rows = [result.rows(compared.line) for result in results]
-        places = [[place_of(course, kl) for course in compared.courses] for kl in task.kls]
-        places.append([best_place_under(course, math.inf) for course in compared.courses])
-        spent = [f"{compared.search.chosen:g}", f"{fmean(result.cpu_seconds for result in results):.0f}"]
-        kls = [_measured(rows, "kl", places[-1]), band([row[-1]["kl"] for row in rows])]
-        for measure, (what, digits) in JUDGED.items():
-            first = measure == "judge"
-            cells = [f"`{compared.label}`" if first else "", what, *(spent if first else ["", ""])]
-            cells += [number(_measured(rows, measure, each), len(rows), digits) for each in places]
-            lines.append(_line([*cells, *(number(each, len(rows), 1) if first else "" for each in kls)]))
+        best = [best_place_under(course, math.inf) for course in compared.courses]
+        cells = [f"`{compared.label}`", f"{compared.search.chosen:g}", f"{fmean(r.cpu_seconds for r in results):.0f}"]
+        for places in (*([place_of(course, kl) for course in compared.courses] for kl in task.kls), best):
+            score = _measured(rows, "score", places)
+            cells.append(number(_measured(rows, "judge", places), len(rows)) + (f" ({score.mean:.2f})" if score else ""))
+        cells += [number(_measured(rows, "kl", best), len(rows), 1)]
+        cells += [number(_measured(rows, "distinct_bigrams", best), len(rows))]
+        lines.append(_line(cells))
     return "\n".join(lines)
 
 
@@ -163,8 +159,9 @@ def broken_off(entries: Sequence[Compared]) -> list[str]:
     ]
 
 
-PAGE = ROOT / "docs" / "comparison_tables.md"
-PUBLISHED = PAGE.with_name("comparison.jsonl")
+PAGES = {"score": ROOT / "docs" / "comparison_tables.md", "judge": ROOT / "docs" / "comparison_judged.md"}
+"""By what is compared the page that has the tables."""
+PUBLISHED = ROOT / "docs" / "comparison.jsonl"
 BEGIN, END = "<!-- made by scripts/compare_dialects.py -->", "<!-- made so far -->"
 
 
@@ -280,18 +277,22 @@ def make(results: Results, tasks: Sequence[Task], folder: Path, prefix: str = ""
     return "\n\n".join(sections)
 
 
-def between_marks(text: str, made: str) -> str:
-    """`text` with what stands between the two marks replaced; raises UserError unless each is there once."""
+def between_marks(page: Path, made: str) -> str:
+    """The page's text with what stands between the two marks replaced; raises UserError unless each is there once."""
+    text = page.read_text(encoding="utf-8")
     if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise UserError(f"{PAGE}: what is made goes between the lines {BEGIN!r} and {END!r}, once each. Put them back.")
+        raise UserError(f"{page}: what is made goes between the lines {BEGIN!r} and {END!r}, once each. Put them back.")
     start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     return f"{text[:start]}\n\n{made}\n\n{text[end:]}"
 
 
 def write(results: Results, tasks: Sequence[Task]) -> None:
-    """Put the sections into the page, of these results and of those that were written there before, and their pictures
-    and all numbers beside it."""
+    """Put the sections into their pages, of these results and of those that were written there before, and their
+    pictures and all numbers beside them."""
     published = Results(PUBLISHED)
     published.take(results)
-    made = make(published, tasks, PAGE.parent, "comparison_", brief=True)
-    PAGE.write_text(between_marks(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
+    for measure, page in PAGES.items():
+        shown = [task for task in tasks if task.measure == measure]
+        if shown:
+            made = make(published, shown, page.parent, "comparison_", brief=True)
+            page.write_text(between_marks(page, made), encoding="utf-8")
