@@ -23,7 +23,9 @@ from training.runtime.environment import program
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the export that the command line describes; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="four-engine-rlhf export", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="four-engine-rlhf export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkpoint", help="a checkpoint, or the output folder of a run")
     parser.add_argument("output", help="a folder that is not there, or empty")
     parser.add_argument(
