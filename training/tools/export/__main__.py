@@ -28,16 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("checkpoint", help="a checkpoint, or the output folder of a run")
     parser.add_argument("output", help="a folder that is not there, or empty")
-    parser.add_argument(
-        "--model",
-        default="actor",
-        choices=("actor", "critic", "model"),
-        help="which model of the run: model after step 1 and 2 (default: actor)",
-    )
+    parser.add_argument("--model", default="actor", choices=("actor", "critic", "model"), help="default: actor")
     parser.add_argument("--ema", action="store_true", help="write the actor's moving average")
-    parser.add_argument(
-        "--dtype", choices=("fp32", "fp16", "bf16"), help="default: the dtype in which the run computed"
-    )
+    parser.add_argument("--dtype", choices=("fp32", "fp16", "bf16"), help="default: the dtype of the run")
     parser.add_argument("--adapter", action="store_true", help="of a LoRA run, write the adapter alone")
     parser.add_argument("--base", help="the model with which a LoRA run began (default: its path during the run)")
     parser.add_argument("--max_shard_size", default="50GB", help="larger files are split (default: 50GB)")
