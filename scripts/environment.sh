@@ -31,7 +31,7 @@ python="$(find_python)"
 # Installed anew whenever what is pinned changes, or another torch is asked for.
 wanted="$(cat "$root/setup.py" "$root/constraints.txt" | cksum)${TORCH:+ torch $TORCH}${TORCH_INDEX:+ from $TORCH_INDEX}"
 if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
-    echo "making the environment in $venv (once, about two minutes)"
+    echo "making the environment in $venv (once, 6 GB, about two minutes)"
     "$python" -m venv "$venv" || fail "$python cannot make virtual environments. Install its venv module (Debian, Ubuntu: apt install python3.11-venv)"
     sed "s/^torch==.*/torch==${TORCH:-$(sed -n 's/^torch==//p' "$root/constraints.txt")}/" "$root/constraints.txt" \
         > "$venv/constraints.txt"

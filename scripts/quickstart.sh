@@ -33,6 +33,7 @@ launch training/step3_rlhf.py --actor_model_name_or_path "$out/sft" --critic_mod
 say "the result, by the grammar that wrote the corpus"
 python -m training.tools.toy.reviews judge "$out/ppo/samples/before.jsonl" "$out/ppo/samples/after.jsonl"
 echo
+echo "to look at it, after source $venv/bin/activate:"
 echo "curves: four-engine-rlhf report $out/ppo; or tensorboard --logdir $out, then http://localhost:6006/#custom_scalars"
 echo "answer by answer: four-engine-rlhf compare --models sft=$out/sft ppo=$out/ppo --data_path $out/data/prompts.jsonl" \
     "--eval_data_path $out/data/eval_prompts.jsonl --reward_model_name_or_path $out/reward --max_prompt_seq_len 12" \

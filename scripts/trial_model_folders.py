@@ -53,7 +53,7 @@ from scripts.harness.programs import (
 )
 from training import step3_rlhf
 from training.checkpoints.resuming import Checkpoint
-from training.tools.export import export
+from training.tools.export.model_folder import export
 
 NAMES = ("llama", "mistral", "mixtral", "qwen2", "gemma2", "phi", "gpt2", "gpt_neox", "opt", "falcon")
 MOST_OFF = 1e-5

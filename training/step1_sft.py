@@ -1,6 +1,7 @@
 """Step 1: supervised fine-tuning of a causal language model.
 
-    deepspeed --num_gpus 8 training/step1_sft.py --model_name_or_path base --data_path sft.jsonl --output_dir out/sft
+    deepspeed --num_gpus 8 --module training.step1_sft --model_name_or_path base --data_path sft.jsonl \\
+        --output_dir out/sft
 
 A record has either the field `text`, or a prompt and a response (docs/data.md lists all forms). If a record has a
 prompt, the loss covers the response only, unless --loss_on all is given.
@@ -174,7 +175,7 @@ def check(args: SFTFlags, checkpoint: Checkpoint | None = None) -> None:
 
 def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
     """Run this step with the flags of this process's command line, and end the process."""
-    launch.leave(launch.run(partial(main, callbacks=callbacks), SFTFlags, __doc__.splitlines()[0]))
+    launch.leave(launch.run(partial(main, callbacks=callbacks), SFTFlags, __doc__))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Step 2: a reward model, trained on pairs of a better and a worse response; or, with --step_end, a process reward
 model, trained on labels of steps.
 
-    deepspeed --num_gpus 8 training/step2_reward.py --model_name_or_path out/sft --data_path pairs.jsonl \\
+    deepspeed --num_gpus 8 --module training.step2_reward --model_name_or_path out/sft --data_path pairs.jsonl \\
         --output_dir out/reward
 
 A record has the fields `prompt`, `chosen` and `rejected` (docs/data.md lists all forms). After training, the scores are
@@ -508,7 +508,7 @@ def check(args: RewardFlags, checkpoint: Checkpoint | None = None) -> None:
 
 def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
     """Run this step with the flags of this process's command line, and end the process."""
-    launch.leave(launch.run(partial(main, callbacks=callbacks), RewardFlags, __doc__.splitlines()[0]))
+    launch.leave(launch.run(partial(main, callbacks=callbacks), RewardFlags, __doc__))
 
 
 if __name__ == "__main__":

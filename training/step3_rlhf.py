@@ -1,7 +1,7 @@
 """Step 3: PPO on four models in four DeepSpeed engines.
 
-    deepspeed --num_gpus 8 training/step3_rlhf.py --actor_model_name_or_path sft --critic_model_name_or_path reward \\
-        --data_path prompts.jsonl --output_dir out --actor_zero_stage 3 --critic_zero_stage 3 --dtype bf16
+    deepspeed --num_gpus 8 --module training.step3_rlhf --actor_model_name_or_path sft \\
+        --critic_model_name_or_path reward --data_path prompts.jsonl --output_dir out --actor_zero_stage 3
 
 Step 3 writes into the output folder: actor/ (and, depending on the flags, actor_ema/, critic/, critic_pretrained/ and
 profile/), metrics.jsonl, tensorboard/, samples/ and checkpoints/.
@@ -244,7 +244,7 @@ def build_evaluator(plan: Plan, trainer: PPOTrainer) -> Evaluator | None:
 def program(callbacks: Sequence[Callback] = ()) -> NoReturn:
     """Run step 3 with the flags of this process's command line, and end the process. Scripts that extend the library
     call this too."""
-    launch.leave(launch.run(partial(main, callbacks=callbacks), RLHFFlags, __doc__.splitlines()[0]))
+    launch.leave(launch.run(partial(main, callbacks=callbacks), RLHFFlags, __doc__))
 
 
 if __name__ == "__main__":

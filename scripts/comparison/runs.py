@@ -28,7 +28,7 @@ from scripts.comparison.frontier import Point
 from scripts.comparison.tasks import HELD_OUT, ROOT, Task
 from training.checkpoints.files import CHECKPOINTS
 from training.reporting.run_record import METRICS_FILE, read_metrics
-from training.tools.export import export
+from training.tools.export.model_folder import export
 
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that each process does without: two with one port could not run side by side."""

@@ -22,7 +22,7 @@ from tests.engine.zero.inspecting import masters, pretend_cpus_have_fp16, weight
 from training.checkpoints.files import ShardFiles
 from training.ppo_trainer import PPOTrainer
 from training.runtime import model_folders
-from training.tools.export import export
+from training.tools.export.model_folder import export
 
 STEPS, SAVED_AFTER = 4, 2
 

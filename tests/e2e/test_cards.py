@@ -16,7 +16,7 @@ from scripts.harness.programs import assert_one_message, command_line, run_caugh
 from training.runtime import output_folder
 from training.tools import cards
 from training.tools.cards import CARD, is_edited
-from training.tools.export import main as export
+from training.tools.export.__main__ import main as export
 
 ID = "someone/tiny"
 

@@ -192,7 +192,7 @@ def help_text(arguments_class: type[ProgramFlags], description: str, every: bool
     parser.usage = f"%(prog)s{required} [--FLAG VALUE ...]"
     parser.description = description
     parser.epilog = None if every else f"--help all lists all {len(specs)} flags; docs/flags.md has every program's."
-    parser.formatter_class = functools.partial(argparse.HelpFormatter, max_help_position=30)
+    parser.formatter_class = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30)
     return parser.format_help()
 
 

@@ -81,13 +81,12 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
         """The number of optimizer steps in one epoch. examples: number of training examples. Raises UserError if they
         are too few for one optimizer step."""
         ranks = distributed.data_parallel_size()
-        steps = examples // (self.per_device_train_batch_size * ranks * self.gradient_accumulation_steps)
+        a_step = self.per_device_train_batch_size * ranks * self.gradient_accumulation_steps
+        steps = examples // a_step
         if steps == 0:
             raise UserError(
-                f"--data_path {' '.join(self.data_path)}: {examples} examples are too few for one "
-                f"optimizer step of --per_device_train_batch_size {self.per_device_train_batch_size} on "
-                f"{ranks} ranks, {self.gradient_accumulation_steps} times. Lower the batch size or add "
-                "data."
+                f"--data_path {' '.join(self.data_path)}: {examples} examples are too few for one optimizer step, "
+                f"which takes {a_step} over {ranks} ranks. Lower --per_device_train_batch_size or add data."
             )
         return steps
 

@@ -51,7 +51,7 @@ def _look(module: str, name: str, description: str) -> int:
     parsing = importlib.import_module("training.config.parsing")
     flags = getattr(importlib.import_module(module), name)
     try:
-        parsing.parse_flags(flags, sys.argv[1:], description.splitlines()[0], validate=False)
+        parsing.parse_flags(flags, sys.argv[1:], description, validate=False)
     except UserError as error:
         return print_error(SharedError(str(error)))  # all ranks were given the same flags
     except SystemExit:  # argparse has printed the help

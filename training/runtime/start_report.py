@@ -316,8 +316,11 @@ def print_report(
     for what in unseen:
         print(f"not looked at: {what} (not here: misspelt, or still to be made by an earlier step or downloaded)")
     print("engines, with gradient_accumulation_steps 1: the program itself adds up gradients, as its flag says")
+    alike: dict[str, list[str]] = {}
     for role, ds_config in engines.items():
-        print(f"engine {role}: " + json.dumps(ds_config, indent=2))
+        alike.setdefault(json.dumps(ds_config, indent=2), []).append(role)
+    for told, roles in alike.items():
+        print(f"engine {' and '.join(roles)}: {told}")
     for callback in callbacks:
         callback.planned(args, plan)
     print("dry run: nothing was loaded or written", flush=True)

@@ -110,7 +110,7 @@ def main(words: Sequence[str]) -> int:
     module = importlib.import_module(f"training.{name}")
     flags = [word for word in words[place + 1 :] if word != "--dry_run"]
     main = partial(module.main, callbacks=tools.callbacks())
-    code = run(main, getattr(module, PROGRAMS[name]), module.__doc__.splitlines()[0], [*flags, "--dry_run"])
+    code = run(main, getattr(module, PROGRAMS[name]), module.__doc__, [*flags, "--dry_run"])
     if code == 0 and (missing := _missing(words[:place], several=world > local)):
         print(f"missing: {missing}", flush=True)
     return code

@@ -17,7 +17,7 @@ from engine.models.model_paths import ADAPTER_CONFIG
 from training.checkpoints.files import CONFIG, checkpoints_in, holds_checkpoint, step_of
 from training.checkpoints.resuming import Checkpoint
 from training.runtime.ranks import checked
-from training.tools.export import export
+from training.tools.export.model_folder import export
 
 OF_RUNS = ("actor", "actor_adapter", "adapter")
 """Names of folders in a run's output folder that may hold its trained policy. If the disk is small, a run saves the

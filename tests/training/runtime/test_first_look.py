@@ -27,7 +27,8 @@ PROGRAMS = {
     "training.tools.compare": CompareFlags,
     "training.tools.merge": MergeFlags,
     "training.tools.serve": ServeFlags,
-    "training.tools.report": None,  # parses for itself
+    "training.tools.report": None,  # these two parse for themselves
+    "training.tools.export": None,
 }
 
 

@@ -15,7 +15,8 @@ from engine.zero.training_state import Shard
 from scripts.harness.models import make_causal_lm
 from tests.training.checkpoints.tiny_checkpoints import TinyRun, flip_bit
 from training.checkpoints.files import damages
-from training.tools.export import INDEX, main
+from training.tools.export.__main__ import main
+from training.tools.export.model_folder import INDEX
 
 CONFIG = {"dtype": "bfloat16", "model_type": "gpt2", "vocab_size": 3}
 

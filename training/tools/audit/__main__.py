@@ -107,7 +107,7 @@ def measure(args: AuditFlags) -> Audit:
 
 def program() -> NoReturn:
     """Run the audit with the flags of this process's command line, and end the process."""
-    leave(run(main, AuditFlags, __doc__.splitlines()[0]))
+    leave(run(main, AuditFlags, __doc__))
 
 
 if __name__ == "__main__":

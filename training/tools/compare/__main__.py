@@ -196,7 +196,7 @@ def report(args: CompareFlags, comparison: Comparison) -> None:
 
 def program() -> NoReturn:
     """Run the comparison with the flags of this process's command line, and end the process."""
-    leave(run(main, CompareFlags, __doc__.splitlines()[0]))
+    leave(run(main, CompareFlags, __doc__))
 
 
 if __name__ == "__main__":

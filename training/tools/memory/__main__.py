@@ -24,7 +24,7 @@ from training.tools.memory.report import report
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan the run that the command line describes; returns the exit code."""
-    return report(parse_flags(MemoryFlags, sys.argv[1:] if argv is None else argv, __doc__.splitlines()[0]))
+    return report(parse_flags(MemoryFlags, sys.argv[1:] if argv is None else argv, __doc__))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ class MemoryFlags(RLHFFlags):
     )
     search: str | None = flag(
         None,
-        "what to look for. batch: the largest --per_device_generation_batch_size and "
-        "--per_device_training_batch_size, kept equal, that fit. gpus: the fewest GPUs",
+        "look for the largest batch that fits (batch), or for the fewest GPUs (gpus). batch keeps "
+        "--per_device_generation_batch_size and --per_device_training_batch_size equal",
         choices=SEARCHES,
     )
 

@@ -179,7 +179,7 @@ def choose_and_save(args: MergeFlags, sft: dict, trained: Sequence[dict], points
 
 def program() -> NoReturn:
     """Run the merge program with the flags of this process's command line, and end the process."""
-    leave(run(main, MergeFlags, __doc__.splitlines()[0]))
+    leave(run(main, MergeFlags, __doc__))
 
 
 if __name__ == "__main__":

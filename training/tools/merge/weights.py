@@ -30,7 +30,7 @@ from engine.models.model_paths import base_of, same_model
 from engine.models.saving import save_tokenizer
 from engine.models.weight_files import headers, listed, stored_name, tensors_of, weight_files, weights_folder
 from training.tools.cards import add_merge_card
-from training.tools.export import write_weights
+from training.tools.export.model_folder import write_weights
 
 SFT, TRAINED = "--sft_model_name_or_path", "--trained_model_name_or_path"
 TIED_HEADS = ("lm_head.weight", "embed_out.weight")

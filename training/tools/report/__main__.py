@@ -20,7 +20,9 @@ PAGE = "report.html"
 @program
 def main(arguments: list[str] | None = None) -> int:
     """Write the report that the command line asks for; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="four-engine-rlhf report", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="four-engine-rlhf report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="output folders of step 1, 2 or 3")
     parser.add_argument("--output", type=Path, help=f"file to write; by default {PAGE} in the folder of a single run")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing file")

@@ -25,7 +25,7 @@ from training.tools.serve.flags import ServeFlags
 @program
 def main(argv: Sequence[str] | None = None) -> int:
     """Load the models, and answer requests until TERM or Ctrl-C; returns the exit code."""
-    args = parse_flags(ServeFlags, sys.argv[1:] if argv is None else argv, __doc__.splitlines()[0])
+    args = parse_flags(ServeFlags, sys.argv[1:] if argv is None else argv, __doc__)
     quiet_libraries()
     from transformers.utils import logging
 

@@ -1,19 +1,5 @@
-"""Writes a model of a checkpoint as a Hugging Face folder, one tensor at a time and without engines.
+"""Writes a checkpoint's model, one tensor at a time and without engines."""
 
-    four-engine-rlhf export out/checkpoints/step_000100 exported
-    four-engine-rlhf export out exported_ema --ema               # from the newest checkpoint of the run
-
-    four-engine-rlhf export out exported_adapter --adapter       # the adapter alone, from a LoRA run
-
-from_pretrained can load the folder, which equals bit by bit the model that the run would have saved after that step.
-The export needs memory for the largest tensor only, and no GPU.
-
-The checkpoint of a LoRA run does not hold the base, the model with which the run began. To export the merged model, the
-base has to be where it was during the run, or in the folder that --base names. If the base's files use other names for
-the weights than the model does, as DeepSpeed-Chat's reward models do, the whole base is loaded into memory.
-"""
-
-import argparse
 import json
 import os
 import shutil
@@ -26,7 +12,6 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.utils import logging
 
 from engine.atomic_files import file_order, sync
 from engine.errors import UserError
@@ -36,7 +21,6 @@ from engine.models.model_paths import ADAPTER_CONFIG, is_adapter
 from engine.models.reward_formats import STEP_END
 from training.checkpoints.files import CONFIG, EMA, PARTIAL, ShardFiles, write_bytes, write_tensors
 from training.checkpoints.resuming import OF_MODELS, Checkpoint, CheckpointAdapter
-from training.runtime.environment import program
 from training.tools.cards import add_card
 
 FLOATS = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -227,26 +211,3 @@ def _write_config(source: Path, dtype: str | None, folder: Path, left_out: Seque
             config = json.loads(data) | {"dtype": str(FLOATS[dtype]).removeprefix("torch.")}
             data = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
         write_bytes(folder / path.name, data)
-
-
-@program
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the export that the command line describes; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="four-engine-rlhf export", description=__doc__.splitlines()[0])
-    parser.add_argument("checkpoint", help="a checkpoint, or the output folder of a run")
-    parser.add_argument("output", help="a folder that is not there, or empty")
-    parser.add_argument("--model", default="actor", choices=("actor", "critic", "model"), help="which one (actor)")
-    parser.add_argument("--ema", action="store_true", help="the moving average of the actor")
-    parser.add_argument("--dtype", choices=tuple(FLOATS), help="by default what the run computed in")
-    parser.add_argument("--adapter", action="store_true", help="of a LoRA run, the adapter alone")
-    parser.add_argument("--base", help="where the model stands that a LoRA run began with (where it stood)")
-    parser.add_argument("--max_shard_size", default=SHARD_SIZE, help=f"larger files are split ({SHARD_SIZE})")
-    given = vars(parser.parse_args(argv))
-    logging.set_verbosity_error()  # a base without a score head is no problem: the checkpoint has it
-    logging.disable_progress_bar()
-    print(f"written: {export(given.pop('checkpoint'), given.pop('output'), **given)}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
