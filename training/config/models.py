@@ -57,7 +57,7 @@ class LoraFlags(RunFlags):
     lora_target_modules: list[str] = flag(
         [],
         "layers that get an adapter, by the last part of their names, such as q_proj v_proj. all-linear, the default: "
-        "all linear layers but the output head; all-linear lm_head: also the head",
+        "all linear layers but the output head; all-linear lm_head adds it",
         only_with=RANKS,
     )
     save_merged: str = flag(
@@ -201,7 +201,7 @@ class FunctionFlags(RunFlags):
     )
     response_format: str | None = flag(
         None,
-        "regular expression that a whole response has to match, for format; by default reasoning in <think> tags, then "
+        "regular expression that a whole response has to match, for format; by default reasoning in <think> tags and "
         "an answer in <answer> tags",
         only_with="reward_function=format",
     )
@@ -439,7 +439,9 @@ class ModelFlags(ScoreFlags, RoleLoraFlags, ReferenceFlags):
         least=0,
         most=3,
     )
-    offload: bool = flag(False, "keep optimizer states (at stage 3 also parameters) of actor and critic in host memory")
+    offload: bool = flag(
+        False, "keep optimizer states (at stage 3 also parameters) of models that train in host memory"
+    )
     offload_reference_model: bool = flag(False, "keep the reference in host memory while it is not used")
     offload_reward_model: bool = flag(False, "keep the reward models in host memory while they are not used")
     actor_ds_config: str | None = flag(None, "DeepSpeed JSON file of the actor, in place of one of configs/ds")

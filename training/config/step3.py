@@ -55,8 +55,8 @@ class RolloutFlags(RunFlags):
     )
     vllm_sampler: str = flag(
         "keyed",
-        "what draws tokens in vLLM. keyed: our random numbers, with which responses are those of the other backends, "
-        "up to rounding. own: vLLM's sampler",
+        "what draws tokens in vLLM. keyed: our random numbers, which give the responses of the other backends, up to "
+        "rounding. own: vLLM's sampler",
         choices=SAMPLERS,
         only_with="rollout_backend=vllm",
     )
@@ -93,7 +93,7 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
     max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", least=1, group="lengths")
     max_answer_seq_len: int = flag(256, "longest response, in tokens", least=1)
     stop: list[str] = flag([], "strings that end a response, in addition to end tokens")
-    num_train_epochs: int = flag(1, "passes over the prompts", least=1)
+    num_train_epochs: int = flag(1, "passes over the data", least=1)
     max_steps: int | None = flag(None, "steps to train; replaces --num_train_epochs", least=1)
     enable_test_mode: bool = flag(
         False, "end after --test_stop_step steps; learning rates are those of the whole run", only_with="test_stop_step"

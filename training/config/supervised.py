@@ -46,7 +46,9 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
     zero_stage: int | None = flag(
         None, "ZeRO stage (default 0; on a single GPU in 16 bits 1)", least=0, most=3, group="engine"
     )
-    offload: bool = flag(False, "keep optimizer states (at stage 3 also parameters) in host memory")
+    offload: bool = flag(
+        False, "keep optimizer states (at stage 3 also parameters) of models that train in host memory"
+    )
     ds_config: str | None = flag(None, "DeepSpeed JSON file, in place of one of configs/ds")
     gradient_checkpointing: bool = flag(False, "recompute activations in backward passes, to save memory")
 
