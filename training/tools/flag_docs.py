@@ -57,8 +57,8 @@ PROGRAMS: dict[str, type[ProgramFlags]] = {
 SHORT = {"sft, reward, ppo": "steps", "merge, compare, audit": "tools"}
 DIALECT = """# Fields of a dialect
 
-A [dialect](dialects.md) has a value for each of these fields. `--set FIELD=VALUE` sets any of them. Some have a
-[flag](flags.md) of step 3, too, whose row says what it does. Defaults are those of the dialect `default`;
+A [dialect](dialects.md) has a value for each of these fields, which `--set FIELD=VALUE` changes. Where a row names a
+[flag](flags.md) of step 3, the flag does the same, and its row says what. Defaults are those of the dialect `default`;
 `python -m engine.algorithms` prints the values of all dialects. `python -m training.tools.flag_docs` makes the page.
 """
 
@@ -128,9 +128,9 @@ def dialect_tables() -> str:
         found = []
         for spec in specs:
             value, default = _value(spec, hints[spec.name]), _default(spec) or "none"
-            says = "" if spec.name in flags else _help(spec)  # the flag's row has the same help
-            found.append(_row(f"`{spec.name}`", value, default, flags.get(spec.name, ""), says))
-        lines += _table(group, ("field", "value", "default", "flag", ""), found, "##")
+            says = flags.get(spec.name) or _help(spec)  # the flag's row has the same help
+            found.append(_row(f"`{spec.name}`", value, default, says))
+        lines += _table(group, ("field", "value", "default", ""), found, "##")
     return "\n".join(lines)
 
 

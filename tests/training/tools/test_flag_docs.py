@@ -70,7 +70,7 @@ def test_some_rows_as_they_should_read():
         "| `--inference_tp_size` | ppo | integer ≥ 1 | |",
         "| `--actor_learning_rate` | ppo | number ≥ 0 | the dialect's (`1e-05`) | peak learning rate of the actor |",
         "| `--gpu` | plan | text | `a100-80g` |",
-        "| `actor_lr` | number ≥ 0 | `1e-05` | `--actor_learning_rate` | |",
-        "| `betas` | number ≥ 0, < 1, two | `(0.9, 0.95)` | | Adam's betas |",
+        "| `actor_lr` | number ≥ 0 | `1e-05` | `--actor_learning_rate` |",
+        "| `betas` | number ≥ 0, < 1, two | `(0.9, 0.95)` | Adam's betas |",
     ):
         assert f"\n{row}" in page, row
