@@ -58,7 +58,7 @@ def test_what_the_architecture_names_is_in_the_code():
     quoted = [*re.findall(r"`([^`]+)`", page), *re.findall(r"^  +([a-z_.]+)", page, re.MULTILINE)]
     names = {word for text in quoted if "/" not in text and ".py" not in text for word in re.findall(r"\w{3,}", text)}
     assert len(names) > 50
-    assert names - defined == {"opo"}  # what a user brings
+    assert names - defined == set()
 
 
 def sentence(page: str, first: str, last: str) -> str:

@@ -43,8 +43,8 @@ class Dialect:
     kl_times_ratio: bool = choice(False, "with kl_in=loss: multiply each token's KL estimate by the policy's ratio")
     kl_controller: str = choice(
         "fixed",
-        "fixed: the KL coefficient does not change. adaptive: the coefficient starts at kl_coef and is steered so "
-        "that the KL approaches kl_target",
+        "fixed: the KL coefficient stays. adaptive: it starts at kl_coef and is steered so that the KL approaches "
+        "kl_target",
         choices=("fixed", "adaptive"),
     )
     kl_target: float = choice(
@@ -55,21 +55,21 @@ class Dialect:
     )
     kl_horizon: float = choice(
         10000.0,
-        "with kl_controller=adaptive: number of responses over which the coefficient can change by about a fifth",
+        "with kl_controller=adaptive: responses over which the coefficient can change by about a fifth",
         above=0,
         only_with="kl_controller=adaptive",
     )
     kl_measure: str = choice(
         "k1",
-        "with kl_controller=adaptive: the KL that is compared with kl_target. k1: the sum over the response's "
-        "tokens. exp_delta: trlX's, a sum over the tokens of prompt and response",
+        "with kl_controller=adaptive: the KL that is steered. k1: the sum over the response's tokens. exp_delta: "
+        "trlX's, a sum over the tokens of prompt and response",
         choices=("k1", "exp_delta"),
         only_with="kl_controller=adaptive",
     )
     kl_update: str = choice(
         "step",
-        "with kl_controller=adaptive: the coefficient changes after each step (step) or after each PPO epoch "
-        "(epoch); in epoch, only the responses of one mini-batch count towards kl_horizon",
+        "with kl_controller=adaptive: the coefficient changes after each step, or after each PPO epoch, for which the "
+        "responses of one mini-batch count towards kl_horizon",
         choices=("step", "epoch"),
         only_with="kl_controller=adaptive",
     )
@@ -78,8 +78,8 @@ class Dialect:
     # by the forward pass that also computes the gradient.
     sampling: str = choice(
         "until_eos",
-        "until_eos: a response ends with EOS. fixed: all responses have the longest length, and EOS is an ordinary "
-        "token. without_eos: all responses have the longest length, and EOS is never drawn",
+        "until_eos: a response ends with EOS. fixed: all responses have the longest length, and EOS is a token like "
+        "others. without_eos: the same, but EOS is never drawn",
         choices=("until_eos", "fixed", "without_eos"),
         group="sampling",
     )
@@ -88,16 +88,16 @@ class Dialect:
     temperature_in_logprobs: bool = choice(True, "divide logits by the temperature before log-probs are taken, too")
     old_logprobs: str = choice(
         "auto",
-        "where the ratio's old log-probs come from. forward: a forward pass over the finished responses. sampler: "
-        "the sampler, which saves this pass. auto: the sampler in fp32, if it computes with the actor's own code, "
-        "only drawn tokens count and there is no correction; else a forward pass",
+        "where the ratio's old log-probs come from. forward: a forward pass over the responses. sampler: the sampler, "
+        "which saves this pass. auto: the sampler in fp32, if it computes with the actor's own code, only drawn tokens "
+        "count and there is no correction; else forward",
         choices=("auto", "forward", "sampler"),
     )
     samples_per_prompt: int = choice(1, "number of responses drawn for each prompt", above=0)
     dynamic_sampling: int = choice(
         1,
-        "most batches of prompts that a step draws to fill itself with groups whose scores differ; 1: one batch, "
-        "and all its groups are used",
+        "most batches of prompts that a step draws until groups whose scores differ fill it; 1: one batch, and all its "
+        "groups are used",
         above=0,
     )
 
@@ -116,46 +116,45 @@ class Dialect:
     cut_responses: str = choice(
         "open",
         "what a reward model that reads the policy's token ids gets of a response without an end. open: the response "
-        "as it is. closed: the response and EOS, or for prompts that are messages the token that ends a turn",
+        "as it is. closed: with EOS behind it, or for prompts that are messages the token that ends a turn",
         choices=("open", "closed"),
     )
     pad_token: str = choice(
         "tokenizer",
-        "which token pads. tokenizer: the tokenizer's own. The other values are rules of other systems "
-        "(engine/models/config_and_tokenizer.py)",
+        "which token pads: the tokenizer's own, or one by another system's rule (docs/dialects.md)",
         choices=("tokenizer", "never_eos", "padding", "eos", "eos_unless_llama"),
     )
 
     # All sampled tokens are learned, EOS included: without EOS the model would never learn to stop.
     length_rule: str = choice(
         "sampled",
-        "which response positions count. sampled: the sampled tokens. before_pad: the tokens before the first pad "
-        "token. not_pad: all tokens that are not the pad token. row: every position",
+        "response positions that count. sampled: the sampled tokens. before_pad: those before the first pad token. "
+        "not_pad: all but pad tokens. row: every position",
         choices=("sampled", "before_pad", "not_pad", "row"),
         group="positions",
     )
     kl_positions: str = choice(
         "response",
-        "positions at which the KL penalty counts. response: those of the response. one_past: also the next one. "
-        "after_tokens: the first one, and each that follows a counted token. all: the whole row",
+        "positions of the KL penalty. response: those of the response. one_past: also the next one. after_tokens: the "
+        "first one, and each that follows a counted token. all: the whole row",
         choices=("response", "one_past", "after_tokens", "all"),
     )
     score_position: str = choice(
         "last",
-        "position of the score: the response's last token (last), the position after it (after_last), or the "
-        "second position after it (two_after)",
+        "position of the score: the response's last token (last), the one after it (after_last), or the second after "
+        "it (two_after)",
         choices=("last", "after_last", "two_after"),
     )
     value_positions: str = choice(
         "response",
-        "positions whose values are kept; all other values are set to 0. response: those of the response. "
-        "one_past, two_past: also the next one or two. all: the whole row",
+        "positions whose values are kept; others are set to 0. response: those of the response. one_past, two_past: "
+        "also the next one or two. all: the whole row",
         choices=("response", "one_past", "two_past", "all"),
     )
     value_loss_positions: str = choice(
         "response",
-        "positions of the critic's loss: those of the response, or also the next one, at which the response is "
-        "complete (one_past)",
+        "positions of the critic's loss: those of the response, or also the next one, where the response is complete "
+        "(one_past)",
         choices=("response", "one_past"),
     )
     min_response_tokens: int = choice(
@@ -171,8 +170,8 @@ class Dialect:
     )
     score_scaling: str = choice(
         "none",
-        "standard deviation that scores are divided by: none, that of all scores so far (running), or that of the "
-        "first batch of scores (first_batch)",
+        "what scores are divided by: nothing (none), the standard deviation of all scores so far (running), or that of "
+        "the first batch (first_batch)",
         choices=("none", "running", "first_batch"),
     )
     score_order: str = choice(
@@ -182,8 +181,8 @@ class Dialect:
     )
     missing_end: str = choice(
         "none",
-        "what happens to the score of a response without an end. none: it stays. replace: it becomes "
-        "missing_end_value. subtract: missing_end_value is subtracted",
+        "the score of a response without an end. none: it stays. replace: it becomes missing_end_value. subtract: "
+        "missing_end_value is subtracted",
         choices=("none", "replace", "subtract"),
     )
     missing_end_value: float = choice(
@@ -193,8 +192,8 @@ class Dialect:
     )
     overlong_buffer: float = choice(
         0.0,
-        "share of the longest response's length, at its end, in which the score falls with each token, by up to "
-        "overlong_penalty; 0: no penalty",
+        "the last part of the longest length, as a share of it, in which each token lowers the score, by "
+        "overlong_penalty in all; 0: no penalty",
         least=0,
         most=1,
     )
@@ -206,9 +205,9 @@ class Dialect:
     )
     likelihood_coef: float = choice(
         0.0,
-        "coefficient of the likelihood, a part that is added to the score: the mean log-prob of the response's tokens "
-        "under the reference, less its mean over the first responses, in their standard deviations; 0: no such part. "
-        "It is clipped at score_clip, apart from the score",
+        "coefficient of the likelihood, which is added to the score: the mean log-prob of the response's tokens under "
+        "the reference, less its mean over the first responses, in their standard deviations; 0: none. It is clipped "
+        "at score_clip, apart from the score",
         least=0,
     )
     likelihood_cap: float = choice(
@@ -224,17 +223,15 @@ class Dialect:
     # short and scored at their end, so rewards are not discounted. lam has been 0.95 since Ziegler et al. 2019.
     advantage_estimator: str = choice(
         "gae",
-        "gae: generalised advantage estimation with a critic; the others have no critic. reinforce: each token's "
-        "sum of rewards to come. reinforce_baseline: that sum less the mean reward of the group. rloo: a "
-        "response's reward less the mean of the others in its group. grpo: a response's reward less the mean of "
-        "its group",
+        "gae: generalised advantage estimation with a critic; the others have no critic. reinforce: each token's sum "
+        "of rewards to come. reinforce_baseline: that sum less the group's mean reward. rloo: a response's reward less "
+        "the mean of the others in its group. grpo: a response's reward less the group's mean",
         choices=ESTIMATORS,
         group="advantages",
     )
     advantage_scale: str = choice(
         "none",
-        "with grpo or rloo: divide advantages by the standard deviation of the rewards in the group, or in the "
-        "whole batch",
+        "with grpo or rloo: divide advantages by the rewards' standard deviation in the group, or in the whole batch",
         choices=("none", "group", "batch"),
     )
     scale_variance: str = choice(
@@ -257,8 +254,8 @@ class Dialect:
     )
     length_adaptive_alpha: float | None = choice(
         None,
-        "advantages get the lambda 1 - 1 / (alpha L), with L the response's length and alpha this number; none: "
-        "lam. VAPO uses 0.05",
+        "this number, alpha, gives advantages the lambda 1 - 1 / (alpha L), with L the response's length; none: lam. "
+        "VAPO uses 0.05",
         above=0,
         only_with="critic_start",
     )
@@ -271,13 +268,13 @@ class Dialect:
     whiten_advantages: bool = choice(True, "scale advantages to mean 0 and variance 1 over all tokens")
     whiten_positions: str = choice(
         "response",
-        "positions over which whitening computes mean and variance: those of the response, or the whole padded row",
+        "positions over which whitening takes mean and variance: those of the response, or the whole padded row",
         choices=("response", "row"),
         only_with=("whiten_advantages", "whiten_rewards"),
     )
     whiten_over: str = choice(
         "all_ranks",
-        "ranks over which whitening computes mean and variance: all ranks together, or each rank alone",
+        "ranks over which whitening takes mean and variance: all together, or each alone",
         choices=("all_ranks", "rank"),
         only_with=("whiten_advantages", "whiten_rewards"),
     )
@@ -294,8 +291,8 @@ class Dialect:
     # steps.
     ratio: str = choice(
         "token",
-        "token: each token has a ratio of new to old probability. response: each response has one, the product "
-        "over its tokens. response_mean: each response has one, the geometric mean over its tokens",
+        "the ratio of new to old probability. token: of each token. response: of the response, the product over its "
+        "tokens. response_mean: of the response, the geometric mean over its tokens",
         choices=("token", "response", "response_mean"),
         group="losses",
     )
@@ -342,19 +339,19 @@ class Dialect:
         "optimizer_step",
         "how losses are averaged. optimizer_step: over all tokens of the optimizer step. micro_batch: the mean of the "
         "micro-batches' means. micro_batch_sum: the sum of a rank's micro-batch means, averaged over ranks. For the "
-        "policy alone, response: the mean of the responses' means; fixed_length: the sum divided by the number of "
-        "responses times --max_answer_seq_len",
+        "policy alone, response: the mean of the responses' means; fixed_length: the sum divided by responses times "
+        "--max_answer_seq_len",
         choices=("optimizer_step", "micro_batch", "micro_batch_sum", "response", "fixed_length"),
     )
     entropy_coef: float = choice(
         0.0,
-        "coefficient of the entropy bonus: this number times the policy's mean entropy, over the tokens and with the "
-        "averaging of the policy's loss, is subtracted from that loss; 0: no bonus",
+        "coefficient of the entropy bonus, which is subtracted from the policy's loss: this number times the policy's "
+        "mean entropy, averaged as that loss is; 0: no bonus",
         least=0,
     )
     early_stop_kl: float | None = choice(
         None,
-        "leave out the step's remaining PPO epochs when approxkl of an epoch is above this number; none: never",
+        "leave out a step's remaining PPO epochs after one whose approxkl is above this number; none: never",
         above=0,
     )
     ratio_limit: float | None = choice(
@@ -428,8 +425,8 @@ class Dialect:
     critic_weight_decay: float = choice(0.0, "weight decay of the critic", least=0)
     decay: str = choice(
         "matrices",
-        "which weights decay: matrices only, all (also biases and norms), or all but those that DeepSpeed-Chat's "
-        "list of names spares (deepspeed_chat)",
+        "weights that decay: matrices only, all (also biases and norms), or all but those that DeepSpeed-Chat's list "
+        "of names spares (deepspeed_chat)",
         choices=("matrices", "all", "deepspeed_chat"),
         only_with=("actor_weight_decay", "critic_weight_decay"),
     )

@@ -589,6 +589,13 @@ def test_pages_say_what_one_gpu_needs(page, name, flags, said, folders):
         ("README.md", "llama2_7b", "8xa100-80g", "{needed} GB of a GPU by the plan"),
         ("docs/guide.md", "llama2_13b", "8xa100-80g", "step 3 with offloaded frozen models takes {needed} of 85 GB"),
         ("docs/guide.md", "llama2_13b", "8xa100-40g", "with adapters of rank 64, {needed} of 42.5 GB"),
+        ("docs/many_nodes.md", "llama3.1_8b", "8xh100-80g", "8 --sequence_parallel_size 8` | {needed} GB |"),
+        (
+            "docs/many_nodes.md",
+            "llama3.1_8b",
+            "16xh100-80g",
+            "the same and `--sequence_parallel_size 8` | {needed} GB |",
+        ),
     ],
 )
 def test_pages_say_what_launchers_say(page, launcher, hardware, said):

@@ -42,7 +42,7 @@ class AlgorithmFlags(DataFlags):
     kl_coef: float | None = dialect_flag("kl_coef")
     score_clip: float | None = dialect_flag("score_clip")
     missing_eos_penalty: float = flag(
-        0.0, "number subtracted from the score of a response that did not end by itself; sets missing_end=subtract"
+        0.0, "number subtracted from the score of a response that did not end by itself (missing_end=subtract)"
     )
     cut_responses: str | None = dialect_flag("cut_responses")
     likelihood_coef: float | None = dialect_flag("likelihood_coef")
@@ -58,7 +58,7 @@ class AlgorithmFlags(DataFlags):
     set: list[str] = flag(
         [],
         "fields of the dialect as FIELD=VALUE, such as kl_controller=adaptive kl_target=6; `python -m "
-        "engine.algorithms` lists them. Settings given several times add up",
+        "engine.algorithms` lists them. Several of these flags add up",
         adds_up=True,
     )
 
@@ -71,22 +71,21 @@ class AlgorithmFlags(DataFlags):
     max_grad_norm: float | None = dialect_flag("max_grad_norm")
     critic_pretrain_steps: int = flag(
         0,
-        "steps before the first one, in which the critic alone trains on responses of the SFT model "
-        "(docs/critic.md). They use up no prompts and change no schedule. The critic is saved as "
-        "OUTPUT_DIR/critic_pretrained",
+        "steps before the first one in which the critic alone trains, on responses of the SFT model (docs/critic.md). "
+        "They use up no prompts and change no schedule. The critic is saved as OUTPUT_DIR/critic_pretrained",
         least=0,
     )
     critic_pretrain_learning_rate: float | None = flag(
         None,
-        "peak learning rate of the critic in --critic_pretrain_steps; by default --critic_learning_rate",
+        "peak learning rate in --critic_pretrain_steps; by default --critic_learning_rate",
         above=0,
         only_with="critic_pretrain_steps",
     )
     critic_warmup_steps: int = flag(0, "steps at the start in which only the critic trains", least=0)
     max_kl: float | None = flag(
         None,
-        "end the run, before its update, at a step whose responses have a KL to the reference above this many nats "
-        "per response (objective/kl)",
+        "end the run, before its update, at a step whose KL to the reference (objective/kl) is above this many nats "
+        "per response",
         above=0,
     )
 
@@ -95,21 +94,20 @@ class AlgorithmFlags(DataFlags):
     )
     generation_batches: int = flag(
         1,
-        "multiplies the prompts of a step: each rank answers --per_device_generation_batch_size at a time, and "
-        "further ones begin as others end",
+        "multiplies the prompts of a step; each rank still answers --per_device_generation_batch_size at a time",
         least=1,
     )
     num_samples_per_prompt: int | None = dialect_flag("samples_per_prompt")
     per_device_training_batch_size: int = flag(
         16,
-        "responses per rank in one forward and backward pass; of all ranks that share it, with "
-        "--sequence_parallel_size",
+        "responses per rank in one forward and backward pass; with --sequence_parallel_size, of all ranks that share "
+        "it",
         least=1,
     )
     gradient_accumulation_steps: int | None = flag(
         None,
-        "forward and backward passes in one optimizer step; sets the dialect's mini_batches. By default "
-        "mini_batches is the dialect's, and an optimizer step makes as many passes as it needs",
+        "forward and backward passes in one optimizer step; sets the dialect's mini_batches. By default the dialect's "
+        "mini_batches set the number of passes",
         least=1,
     )
 

@@ -11,16 +11,16 @@ class EnvironmentFlags(RunFlags):
 
     environment: str | None = flag(
         None,
-        "class that answers between turns, as file.py:Class or module:Class (docs/environments.md): a class with "
-        "step(turn), or with tools, as TRL's environment_factory takes it. The model learns from the tokens that it "
-        "draws itself; the environment's rewards are a part of the score",
+        "class that answers between turns, as file.py:Class or module:Class (docs/environments.md): with step(turn), "
+        "or with tools, as TRL's environment_factory takes it. Only the tokens that the model draws are learned; the "
+        "environment's rewards are a part of the score",
         group="environments",
     )
     max_turns: int = flag(8, "most turns of a response", least=1, only_with="environment")
     max_turn_tokens: int | None = flag(
         None,
-        "most tokens of a turn; a turn that does not end by itself is the last one. By default only "
-        "--max_answer_seq_len counts, which holds all turns and what the environment says",
+        "most tokens of a turn; a turn that is cut off is the last one. By default only --max_answer_seq_len counts, "
+        "which holds all turns and what the environment says",
         least=1,
         only_with="environment",
     )
@@ -35,7 +35,7 @@ class EnvironmentFlags(RunFlags):
     )
     response_template: str | None = flag(
         None,
-        "how tool calls are written: the name of a template that comes along (llama, qwen, qwen3.5), or a JSON file as "
-        "transformers' parse_response reads it; by default the tokenizer's own",
+        "how tool calls are written: llama, qwen, qwen3.5, or a JSON file as transformers' parse_response reads it; by "
+        "default the tokenizer's own template",
         only_with="environment",
     )

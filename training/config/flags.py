@@ -115,8 +115,8 @@ class TokenizerFlags(ProgramFlags):
 
     trust_remote_code: bool = flag(
         False,
-        "run code that comes with a model: classes in its folder (`auto_map` in its JSON files), and code on the "
-        "Hub that its config.json names (`attn_implementation`)",
+        "run code that comes with a model: classes in its folder (`auto_map`), and code on the Hub that its "
+        "config.json names (`attn_implementation`)",
     )
     chat_template: str | None = flag(None, "file with a chat template (Jinja), which replaces the tokenizer's own")
 
@@ -138,13 +138,13 @@ class RunFlags(TokenizerFlags):
     output_dir: str = flag(REQUIRED, "folder for models, metrics and checkpoints: new, empty, or that of a resumed run")
     dry_run: bool = flag(
         False,
-        "check everything that needs no GPU and no download, print the command, some rows as the model sees them, "
-        "the engines' configurations and the memory that the run needs, and end",
+        "check all that needs no GPU and no download, print the command, some rows as the model sees them, the "
+        "engines' configurations and the planned memory, and end",
     )
     preflight: bool = flag(
         False,
-        "start the run's ranks on all nodes, check all that is checked before models are loaded, and end; exit code "
-        "0 if all nodes are fit, else 2",
+        "start the ranks on all nodes, make the checks that come before models are loaded, and end: exit code 0 if all "
+        "nodes are fit, else 2",
     )
     seed: int = flag(1234, "seed of data order, new weights and sampling", least=0, most=2**31 - 1)
     dtype: str | None = flag(
@@ -154,28 +154,26 @@ class RunFlags(TokenizerFlags):
     )
     attn_implementation: str = flag(
         "auto",
-        "code that computes attention. sdpa: torch's own. eager: the plain code of the model's family. "
-        "flash_attention_2, flash_attention_3: the flash-attn packages. flex_attention: torch's compiled one. "
-        "cudnn: sdpa with cuDNN's kernels, which are off otherwise. auto: sdpa if the model's family has it, else "
-        "eager",
+        "code of attention. sdpa: torch's own. eager: the plain code of the model's family. flash_attention_2, "
+        "flash_attention_3: the flash-attn packages. flex_attention: torch's compiled one. cudnn: sdpa with cuDNN's "
+        "kernels, which are off otherwise. auto: sdpa if the family has it, else eager",
         choices=IMPLEMENTATIONS,
     )
     packing: str = flag(
         "auto",
-        "whether rows of a batch are padded to one length (padded) or joined end to end (packed). auto: packed "
-        "where attention has a kernel for rows of various lengths (flash attention; torch's own on most GPUs since "
-        "A100, in bf16 or fp16, from torch 2.11), else padded",
+        "whether rows of a batch are padded to one length (padded) or joined end to end (packed). auto: packed with "
+        "flash attention, and with torch's own on most GPUs since A100, in 16 bits, from torch 2.11; else padded",
         choices=PACKING,
     )
     sequence_parallel_size: int = flag(
         1,
-        "number of neighbouring ranks of a node that compute sequences together, each a slice of their tokens, for "
-        "long sequences (docs/many_nodes.md). They share each pass, and the batch size of a pass is theirs together",
+        "number of neighbouring ranks of a node that compute each sequence together, a slice of its tokens each "
+        "(docs/many_nodes.md). The batch size of a pass is then that of all of them together",
         least=1,
     )
     report_to: list[str] = flag(
         ["tensorboard"],
-        "where metrics go besides metrics.jsonl: TensorBoard, and trackers, whose packages pip installs by these names",
+        "where metrics go besides metrics.jsonl: TensorBoard, or trackers, which pip installs by these names",
         choices=("tensorboard", *TRACKERS, "none"),
     )
     report_project: str = flag("rlhf", "project in which trackers collect runs; in MLflow, the experiment")
@@ -186,14 +184,14 @@ class RunFlags(TokenizerFlags):
     )
     grace_seconds: float = flag(
         25.0,
-        "seconds in which a run has to finish its step, save and end after TERM, Ctrl-C or the end of its "
-        "launcher; launchers kill their processes after 30",
+        "seconds that a run has to finish its step, save and end after TERM, Ctrl-C or the end of its launcher; "
+        "launchers kill their processes after 30",
         least=0,
     )
     timeout_minutes: float = flag(
         30.0,
-        "end the run after this many minutes in which no rank moves on (no pass through a model, no new phase); a "
-        "rank that reads, tokenises, loads or writes counts as moving",
+        "end the run after this many minutes in which no rank begins another pass through a model or another phase, "
+        "and none reads, tokenises, loads or writes",
         above=0,
         finite=False,
     )
@@ -355,7 +353,7 @@ class HubFlags(RunFlags):
         None, "repository for --push_to_hub, as OWNER/NAME; created if it does not exist", only_with="push_to_hub"
     )
     hub_private: bool = flag(
-        True, "true: a new repository is private, and a public one is refused. false: a new repository is public"
+        True, "true: a new repository is private, and a public one is refused. false: a new one is public"
     )
 
     def validate(self) -> None:
@@ -390,8 +388,8 @@ class RestartFlags(RunFlags):
     )
     resume: str | None = flag(
         None,
-        "checkpoint to resume from, or output folder of a run, whose newest one is taken. auto: the newest "
-        "checkpoint in --output_dir; if there is none, the run starts at the beginning",
+        "checkpoint to go on from, or a run's output folder, whose newest one is taken. auto: the newest one in "
+        "--output_dir; without one the run begins anew",
     )
 
     def schedule(self) -> Schedule:
@@ -421,25 +419,23 @@ class DataFlags(RunFlags):
     )
     data_path: list[str] = flag(
         REQUIRED,
-        "data sets: names on the Hub, folders, or files (.json, .jsonl, .csv, .parquet, also compressed as .gz, "
-        ".bz2, .xz or .zst); NAME:SPLIT names one split of a data set",
+        "data sets: names on the Hub, folders, or files (.json, .jsonl, .csv, .parquet, also as .gz, .bz2, .xz or "
+        ".zst); NAME:SPLIT is one split of a data set",
         group="data",
     )
     data_weights: list[float] = flag(
         [],
-        "one number for each data set of --data_path: how often its rows are seen in one pass over the data (2: "
-        "each row twice; 0.5: half of the rows); by default 1",
+        "how often a pass over the data has the rows of each data set of --data_path, one number for each (2: every "
+        "row twice; 0.5: half of the rows); by default 1",
         above=0,
     )
     data_split: str | None = flag(
-        None,
-        "how each data set is divided among steps 1, 2 and 3, as three shares such as 2,4,4; by default each step "
-        "reads all rows",
+        None, "shares of each data set for steps 1, 2 and 3, such as 2,4,4; by default each step reads all rows"
     )
     eval_data_path: list[str] = flag(
         [],
-        "data sets with held-out rows; by default the test split of each data set of --data_path, or some of its "
-        "rows if it has none",
+        "data sets with held-out rows; by default those of each data set of --data_path: its test split, else some of "
+        "its rows",
     )
     overlong: str = flag(
         "cut_prompt",

@@ -43,8 +43,8 @@ class LoraFlags(RunFlags):
 
     only_optimize_lora: bool = flag(
         False,
-        "train only the LoRA factors and a score head. Without this flag, weights without an adapter train too, at "
-        "the model's own learning rate",
+        "train only the LoRA factors and a score head; without this flag, weights without an adapter train too, at the "
+        "model's own learning rate",
         only_with=RANKS,
         group="LoRA",
     )
@@ -56,8 +56,8 @@ class LoraFlags(RunFlags):
     )
     lora_target_modules: list[str] = flag(
         [],
-        "layers that get an adapter, by the last part of their names, such as q_proj v_proj. all-linear, the "
-        "default: all linear layers but the output head; all-linear lm_head adds it",
+        "layers that get an adapter, by the last part of their names, such as q_proj v_proj. all-linear, the default: "
+        "all linear layers but the output head; all-linear lm_head adds it",
         only_with=RANKS,
     )
     save_merged: str = flag(
@@ -122,12 +122,10 @@ class ModelLoraFlags(LoraFlags):
 
     lora_models: ClassVar[tuple[str, ...]] = ("",)
 
-    lora_dim: int = flag(
-        0, "rank of the LoRA factors that train in place of matrices; 0: no LoRA, all weights train", least=0
-    )
+    lora_dim: int = flag(0, "rank of the LoRA factors; 0: no LoRA, all weights train", least=0)
     lora_module_name: str | None = flag(
         None,
-        "adapt the linear layers whose names contain this text; by default --lora_target_modules chooses the layers",
+        "adapt the linear layers whose names contain this text, in place of --lora_target_modules",
         only_with="lora_dim",
     )
     lora_learning_rate: float | None = flag(
@@ -144,28 +142,16 @@ class RoleLoraFlags(LoraFlags):
 
     lora_models: ClassVar[tuple[str, ...]] = ("actor_", "critic_")
 
-    actor_lora_dim: int = flag(
-        0,
-        "rank of the LoRA factors that train in place of the actor's matrices; 0: no LoRA, all weights of the "
-        "actor train",
-        least=0,
-    )
-    critic_lora_dim: int = flag(
-        0,
-        "rank of the LoRA factors that train in place of the critic's matrices; 0: no LoRA, all weights of the "
-        "critic train",
-        least=0,
-    )
+    actor_lora_dim: int = flag(0, "rank of the actor's LoRA factors; 0: no LoRA, all its weights train", least=0)
+    critic_lora_dim: int = flag(0, "rank of the critic's LoRA factors; 0: no LoRA, all its weights train", least=0)
     actor_lora_module_name: str | None = flag(
         None,
-        "adapt the actor's linear layers whose names contain this text; by default --lora_target_modules chooses "
-        "the layers",
+        "adapt the actor's linear layers whose names contain this text, in place of --lora_target_modules",
         only_with="actor_lora_dim",
     )
     critic_lora_module_name: str | None = flag(
         None,
-        "adapt the critic's linear layers whose names contain this text; by default --lora_target_modules chooses "
-        "the layers",
+        "adapt the critic's linear layers whose names contain this text, in place of --lora_target_modules",
         only_with="critic_lora_dim",
     )
     actor_lora_learning_rate: float | None = flag(
@@ -202,10 +188,10 @@ class FunctionFlags(RunFlags):
 
     reward_function: list[str] = flag(
         [],
-        "functions that score responses: your own as module:function or file.py:function, RewardSource classes "
-        "(docs/extending.md), or the built-in ones math_verify and format (docs/verifiable.md). A function gets "
-        "prompts and responses as texts, and columns of the data; it returns one number for each response, or numbers "
-        "for its steps (docs/step_rewards.md)",
+        "functions that score responses: module:function, file.py:function, a RewardSource class (docs/extending.md), "
+        "or the built-in math_verify and format (docs/verifiable.md). A function gets the texts of prompts and "
+        "responses, and columns of the data; it returns a number for each response, or numbers for its steps "
+        "(docs/step_rewards.md)",
         group="rewards",
     )
     answer_column: str | None = flag(
@@ -215,8 +201,8 @@ class FunctionFlags(RunFlags):
     )
     response_format: str | None = flag(
         None,
-        "regular expression that a whole response has to match, for format; by default reasoning in <think> tags "
-        "and an answer in <answer> tags",
+        "regular expression that a whole response has to match, for format; by default reasoning in <think> tags and "
+        "an answer in <answer> tags",
         only_with="reward_function=format",
     )
 
@@ -246,20 +232,20 @@ class ServerFlags(RunFlags):
 
     reward_url: list[str] = flag(
         [],
-        "URL of a reward server that scores responses, http://HOST:PORT/PATH (docs/reward_server.md). Several "
-        "servers that give the same scores share the requests; one that fails is left out while others answer",
+        "URL of a server that scores responses, http://HOST:PORT/PATH (docs/reward_server.md). Several servers with "
+        "the same scores share the requests; while one fails, the others answer",
         group="reward server",
     )
     reward_url_form: str = flag(
         "items",
-        "form of requests and answers. items: ours, in which ids match scores to responses. openrlhf: the form of "
+        "form of requests and answers. items: ours, which matches scores to responses by ids. openrlhf: that of "
         "OpenRLHF's trainer",
         choices=FORMS,
         only_with="reward_url",
     )
     reward_url_columns: list[str] = flag(
         [],
-        "columns of the data that are sent with each response; the form openrlhf takes one, as labels",
+        "columns of the data that are sent with each response; openrlhf takes one, as labels",
         only_with="reward_url",
     )
     reward_url_batch_size: int = flag(64, "most responses in one request", least=1, only_with="reward_url")
@@ -271,8 +257,8 @@ class ServerFlags(RunFlags):
     )
     reward_url_patience: float = flag(
         600.0,
-        "seconds for which a failed request is repeated before the run stops with a checkpoint; a request has "
-        "failed if no answer comes, or the status is 429 or 5xx",
+        "seconds for which a request without an answer, or with status 429 or 5xx, is repeated before the run stops "
+        "with a checkpoint",
         least=0,
         only_with="reward_url",
     )
@@ -311,25 +297,25 @@ class ScoreFlags(ServerFlags, EnvironmentFlags, FunctionFlags):
 
     reward_weights: list[float] = flag(
         [],
-        "weights in the score: one for each --reward_function, then one for the reward server, then one for the "
-        "environment; by default 1. With weight 0 a function is only measured. The reward models' weights are "
-        "--reward_model_weight",
+        "weights in the score, by default 1: one for each --reward_function, then one for the reward server, then one "
+        "for the environment. A function of weight 0 is only measured. Reward models have --reward_model_weight",
         only_with=("reward_function", "reward_url", "environment"),
         group="rewards",
     )
     overlap_rewards: bool = flag(
         False,
-        "score finished responses, in threads, while others are still drawn. The score of a response must not "
-        "depend on other responses",
+        "score finished responses, in threads, while others are still drawn; a score must not depend on other "
+        "responses",
         only_with=("reward_function", "reward_url"),
     )
     reward_model_weight: list[float] = flag(
-        [], "weights of the reward models in the score, one for each; by default 1. With weight 0 one is only measured"
+        [],
+        "weights of the reward models in the score, one for each; by default 1. A model of weight 0 is only measured",
     )
     raw_reward_scores: bool = flag(
         False,
         "take the scores of several reward models as they are. By default each model's become (score - mean) / "
-        "standard deviation, of the first responses that are scored, unless step 2 normalised them",
+        "standard deviation, by the first scored responses, unless step 2 normalised them",
     )
     length_penalty: float = flag(0.0, "number subtracted from the score for each token of the response")
 
@@ -416,31 +402,31 @@ class ModelFlags(ScoreFlags, RoleLoraFlags, ReferenceFlags):
     )
     critic_model_name_or_path: str | None = flag(
         None,
-        "reward model that the critic starts from. By default it is the first reward model that reads the actor's "
-        "token ids. If there is none, and with --reward_function or --reward_url, the critic is the SFT model with a "
-        "new head. In dialects without a critic, or whose critic starts otherwise, it names the reward model only",
+        "reward model that the critic starts from; by default the first one that reads the actor's token ids. Without "
+        "such a model, and with --reward_function or --reward_url, the critic is the SFT model with a new head. In "
+        "dialects whose critic starts otherwise, or without a critic, it names the reward model only",
     )
     reward_model_name_or_path: list[str] = flag(
         [],
         "reward models; by default the path of the critic, or none with --reward_function or --reward_url. The score "
-        "is the sum of their scores, weighted by --reward_model_weight",
+        "is their sum, weighted by --reward_model_weight",
     )
     max_reward_seq_len: int | None = flag(
         None,
-        "most tokens of a prompt and its response for reward models that read texts, in their own tokens; by default "
-        "twice --max_prompt_seq_len + --max_answer_seq_len and 64, but never more than they have positions for",
+        "most tokens of a prompt and its response for reward models that read texts, in their own tokens; by default 2 "
+        "x (--max_prompt_seq_len + --max_answer_seq_len) + 64, but never more than they have positions for",
         least=1,
         only_with=("reward_model_name_or_path", "critic_model_name_or_path"),
     )
     reward_step_end: str | None = flag(
         None,
-        "the text that ends a step, for process reward models (\\n is a new line); by default what their folder says, "
-        "else a new line",
+        "text that ends a step, for process reward models (\\n is a new line); by default what their folder says, else "
+        "a new line",
         only_with=("reward_model_name_or_path", "critic_model_name_or_path"),
     )
     actor_zero_stage: int | None = flag(
         None,
-        "ZeRO stage of the actor (default 0, but 1 on a single GPU in 16 bits); the reference has stage 3 if the actor "
+        "ZeRO stage of the actor (default 0; on a single GPU in 16 bits 1); the reference has stage 3 if the actor "
         "has, else 0",
         least=0,
         most=3,
@@ -448,12 +434,14 @@ class ModelFlags(ScoreFlags, RoleLoraFlags, ReferenceFlags):
     )
     critic_zero_stage: int | None = flag(
         None,
-        "ZeRO stage of the critic (default 0, but 1 on a single GPU in 16 bits); the reward model has stage 3 if the "
+        "ZeRO stage of the critic (default 0; on a single GPU in 16 bits 1); the reward model has stage 3 if the "
         "critic has, else 0",
         least=0,
         most=3,
     )
-    offload: bool = flag(False, "keep optimizer states (at stage 3 also parameters) of actor and critic in host memory")
+    offload: bool = flag(
+        False, "keep optimizer states (at stage 3 also parameters) of models that train in host memory"
+    )
     offload_reference_model: bool = flag(False, "keep the reference in host memory while it is not used")
     offload_reward_model: bool = flag(False, "keep the reward models in host memory while they are not used")
     actor_ds_config: str | None = flag(None, "DeepSpeed JSON file of the actor, in place of one of configs/ds")

@@ -21,42 +21,42 @@ class RolloutFlags(RunFlags):
 
     rollout_backend: str = flag(
         "auto",
-        "how responses are generated (docs/rollouts.md). replica: with a whole copy of the actor on each rank. "
-        "zero3: through the actor's ZeRO-3 partitions. vllm: by vLLM in these processes. auto: a whole copy if it "
-        "fits in memory, else one that several ranks hold together; the run ends at its start if none fits",
+        "what draws responses (docs/rollouts.md). replica: a whole copy of the actor on each rank. zero3: the actor's "
+        "ZeRO-3 partitions. vllm: vLLM, in these processes. auto: a copy on each rank if it fits in memory, else one "
+        "that several ranks hold together; the run ends at its start if none fits",
         choices=ROLLOUT_BACKENDS,
         group="rollouts",
     )
     decoding: str = flag(
         "auto",
-        "how single tokens go through a whole copy. plain: by the model's own code. recorded: by a recording of "
-        "its operations. graphs: by CUDA graphs. auto: graphs on GPUs, recorded on CPUs",
+        "how a whole copy computes single tokens. plain: by the model's own code. recorded: by a recording of its "
+        "operations. graphs: by CUDA graphs. auto: graphs on GPUs, recorded on CPUs",
         choices=DECODING,
         only_with=COPIES,
     )
     replicas_between_steps: str = flag(
         "keep",
-        "what happens to the actor's copy while actor and critic train: it stays (keep), or its memory is freed (free)",
+        "whether the actor's copy stays while models train (keep), or its memory is freed (free)",
         choices=("keep", "free"),
         only_with=COPIES,
     )
     inference_tp_size: int | None = flag(
         None,
-        "number of neighbouring ranks of a node that hold the actor's copy together (tensor parallelism); by "
-        "default as few as have room for it (auto), or 1 (replica)",
+        "number of neighbouring ranks of a node that hold the actor's copy together (tensor parallelism); by default "
+        "as few as memory allows (auto), or 1 (replica)",
         least=1,
         only_with="rollout_backend=auto|replica",
     )
     vllm_tensor_parallel_size: int = flag(
         1,
-        "number of neighbouring ranks of a node over which vLLM spreads the actor, with --rollout_backend vllm",
+        "number of neighbouring ranks of a node over which vLLM divides the actor",
         least=1,
         only_with="rollout_backend=vllm",
     )
     vllm_sampler: str = flag(
         "keyed",
-        "what draws tokens in vLLM. keyed: our random numbers, which give the responses of the other backends, up "
-        "to rounding. own: vLLM's sampler",
+        "what draws tokens in vLLM. keyed: our random numbers, which give the responses of the other backends, up to "
+        "rounding. own: vLLM's sampler",
         choices=SAMPLERS,
         only_with="rollout_backend=vllm",
     )
@@ -93,7 +93,7 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
     max_prompt_seq_len: int = flag(256, "longest prompt, in tokens", least=1, group="lengths")
     max_answer_seq_len: int = flag(256, "longest response, in tokens", least=1)
     stop: list[str] = flag([], "strings that end a response, in addition to end tokens")
-    num_train_epochs: int = flag(1, "passes over the prompts", least=1)
+    num_train_epochs: int = flag(1, "passes over the data", least=1)
     max_steps: int | None = flag(None, "steps to train; replaces --num_train_epochs", least=1)
     enable_test_mode: bool = flag(
         False, "end after --test_stop_step steps; learning rates are those of the whole run", only_with="test_stop_step"
@@ -104,16 +104,14 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
 
     unsupervised_dataset_name: str | None = flag(
         None,
-        "data set of texts that the actor also learns as a language model (mixed pretraining); given as in --data_path",
+        "texts that the actor also learns as a language model (mixed pretraining), given as in --data_path",
         group="mixed pretraining",
     )
     unsupervised_dataset_config_name: str | None = flag(
         None, "configuration of --unsupervised_dataset_name on the Hub", only_with="unsupervised_dataset_name"
     )
     unsup_coef: float = flag(
-        27.8,
-        "coefficient of the language-model loss of mixed pretraining: gamma in equation 2 of the InstructGPT paper",
-        least=0,
+        27.8, "coefficient of the loss of mixed pretraining: gamma in equation 2 of the InstructGPT paper", least=0
     )
 
     num_eval_prompts: int = flag(
@@ -126,14 +124,14 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
     print_answers_interval: int = flag(10, "steps between printed tables of samples; 0: none", least=0)
     profile_steps: list[int] = flag(
         [],
-        "numbers of steps, from 1, that torch.profiler records, which slows them down. Each rank writes a trace "
-        "into OUTPUT_DIR/profile; ui.perfetto.dev opens it",
+        "numbers of steps, from 1, that torch.profiler records, which slows them down: a trace for each rank in "
+        "OUTPUT_DIR/profile, for ui.perfetto.dev",
         least=1,
     )
     keep_best_by: str = flag(
         SCORE,
-        "held-out number by which --keep_best_checkpoint compares; a larger one is better. eval/reward_NAME is that of "
-        "one of several rewards, which may have weight 0 and then judges alone",
+        "held-out number by which --keep_best_checkpoint compares, the larger the better: eval/score, or "
+        "eval/reward_NAME of one of several rewards, also of one with weight 0",
         only_with="keep_best_checkpoint",
         group="checkpoints",
     )

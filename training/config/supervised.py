@@ -23,7 +23,7 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
 
     held_out: float = flag(
         0.05,
-        "how much of --data_path is held out if there are no other held-out rows: a fraction, or a number of rows",
+        "how much of --data_path is held out if no other rows are: a fraction, or a number of rows",
         above=0,
         group="training",
     )
@@ -38,17 +38,17 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
     learning_rate: float = flag(1e-5, "peak learning rate", least=0)
     weight_decay: float = flag(0.0, "weight decay of AdamW, applied to matrices only", least=0)
     lr_scheduler_type: str = flag("linear", "schedule of the learning rate", choices=SCHEDULES)
-    num_warmup_steps: int = flag(
-        0, "warm-up steps (optimizer steps), in which the learning rate rises to its peak", least=0
-    )
+    num_warmup_steps: int = flag(0, "optimizer steps in which the learning rate rises to its peak", least=0)
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0: no clipping", least=0)
     eval_interval: int = flag(
         0, "optimizer steps between evaluations within an epoch; 0: only after each epoch", least=0
     )
     zero_stage: int | None = flag(
-        None, "ZeRO stage (default 0, but 1 on a single GPU in 16 bits)", least=0, most=3, group="engine"
+        None, "ZeRO stage (default 0; on a single GPU in 16 bits 1)", least=0, most=3, group="engine"
     )
-    offload: bool = flag(False, "keep optimizer states (at stage 3 also parameters) in host memory")
+    offload: bool = flag(
+        False, "keep optimizer states (at stage 3 also parameters) of models that train in host memory"
+    )
     ds_config: str | None = flag(None, "DeepSpeed JSON file, in place of one of configs/ds")
     gradient_checkpointing: bool = flag(False, "recompute activations in backward passes, to save memory")
 
@@ -133,20 +133,17 @@ class RewardFlags(SupervisedFlags):
     )
     pairwise_loss: str = flag(
         "last_token",
-        "which scores of a pair are compared. last_token: those of the last tokens. from_difference: those of all "
+        "scores of a pair that are compared. last_token: those of the last tokens. from_difference: those of all "
         "tokens from the first that differs, as in DeepSpeed-Chat",
         choices=("last_token", "from_difference"),
     )
     sft_model_name_or_path: str | None = flag(
-        None,
-        "SFT model on whose responses scores are normalised to mean 0 and variance 1; by default --model_name_or_path",
+        None, "SFT model on whose responses scores get mean 0 and variance 1; by default --model_name_or_path"
     )
     normalization_data_path: list[str] = flag(
-        [], "prompts of the responses that scores are normalised on; by default those of --data_path"
+        [], "prompts of the responses for normalisation; by default those of --data_path"
     )
-    normalization_samples: int = flag(
-        512, "number of responses that scores are normalised on; 0: no normalisation", least=0
-    )
+    normalization_samples: int = flag(512, "responses that scores are normalised on; 0: no normalisation", least=0)
     normalize_before: bool = flag(
         False,
         "also scale the new head before training, so that scores begin with variance 1 (lm-human-preferences)",

@@ -1,6 +1,6 @@
-"""Writes docs/flags.md from the dataclasses of the flags and the dataclass of the dialect:
+"""Writes docs/flags.md from the dataclasses of the flags, and docs/dialect_fields.md from the dataclass of the dialect:
 
-python -m training.tools.flag_docs > docs/flags.md
+python -m training.tools.flag_docs
 
 Programs that have a flag with the same value, default and help text share its row.
 """
@@ -9,6 +9,7 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from engine.algorithms import Dialect
 from engine.options import LIMITS, REQUIRED, choices_of, default_of
@@ -25,12 +26,11 @@ from training.tools.serve.flags import ServeFlags
 
 HEAD = """# Flags
 
-Search this page for a flag or a word. It is made by `python -m training.tools.flag_docs > docs/flags.md`. A program's
-`--help` shows the flags of the first part, `--help all` every flag that it has.
+Search this page for a flag or a word. A program's `--help` shows the flags of the first part, `--help all` all that it
+has. `python -m training.tools.flag_docs` makes the page.
 
-The column "of" names commands of `four-engine-rlhf`. sft, reward and ppo are steps 1, 2 and 3, whose programs are
-`training/step1_sft.py`, `step2_reward.py` and `step3_rlhf.py`; "steps" stands for all three. plan also takes the flags
-of ppo.
+The column "of" names commands of `four-engine-rlhf`: sft, reward and ppo are steps 1, 2 and 3. "steps" stands for these
+three, "tools" for merge, compare and audit. plan also takes the flags of ppo.
 
 Every flag can also stand in a YAML file (`--config run.yaml`, keys without dashes, flags on the command line win):
 
@@ -42,7 +42,7 @@ enable_ema: true
 ```
 
 A switch is given bare (`--offload`) or with `true` or `false`. Flags of [DeepSpeed-Chat](from_deepspeed_chat.md) that
-have no effect here are accepted.
+have no effect here are accepted. `--set` takes [the fields of a dialect](dialect_fields.md).
 """
 PROGRAMS: dict[str, type[ProgramFlags]] = {
     "sft": SFTFlags,
@@ -54,10 +54,12 @@ PROGRAMS: dict[str, type[ProgramFlags]] = {
     "audit": AuditFlags,
     "serve": ServeFlags,
 }
-DIALECT = """## Fields of a dialect
+SHORT = {"sft, reward, ppo": "steps", "merge, compare, audit": "tools"}
+DIALECT = """# Fields of a dialect
 
-[Dialects](dialects.md) are rows of these choices. Each is set by `--set FIELD=VALUE`, some by a flag of step 3, too.
-Defaults are those of the dialect `default`; `python -m engine.algorithms` prints everyone's.
+A [dialect](dialects.md) has a value for each of these fields, which `--set FIELD=VALUE` changes. Where a row names a
+[flag](flags.md) of step 3, the flag does the same, and its row says what. Defaults are those of the dialect `default`;
+`python -m engine.algorithms` prints the values of all dialects. `python -m training.tools.flag_docs` makes the page.
 """
 
 
@@ -71,13 +73,19 @@ class Row:
     programs: list[str]
 
     def __str__(self) -> str:
-        shared = self.programs[:3] == ["sft", "reward", "ppo"]
-        of = ["steps", *self.programs[3:]] if shared else self.programs
-        return _row(f"`--{self.name}`", ", ".join(of), *self.cells)
+        of = ", ".join(self.programs)
+        for names, short in SHORT.items():
+            of = of.replace(names, short)
+        return _row(f"`--{self.name}`", of, *self.cells)
 
 
-def document() -> str:
-    """The whole page."""
+def pages() -> dict[str, str]:
+    """{file in docs/: its text}."""
+    return {"flags.md": flags_page(), "dialect_fields.md": "\n".join([DIALECT, dialect_tables()])}
+
+
+def flags_page() -> str:
+    """The page of flags: those of each task first, then all others by topic."""
     every, steps = rows(), {name for name, program in PROGRAMS.items() if program in STEPS}
     first = {
         task: [row for name in names for row in every if row.name == name and steps & set(row.programs)]
@@ -93,7 +101,7 @@ def document() -> str:
         parts.append(f"## {title}\n")
         for group, found in groups.items():
             parts += _table(group, ("flag", "of", "value", "default", ""), found)
-    return "\n".join([*parts, DIALECT, dialect_tables()])
+    return "\n".join(parts)
 
 
 def rows() -> list[Row]:
@@ -120,14 +128,14 @@ def dialect_tables() -> str:
         found = []
         for spec in specs:
             value, default = _value(spec, hints[spec.name]), _default(spec) or "none"
-            says = "" if spec.name in flags else _help(spec)  # the flag's row has the same help
-            found.append(_row(f"`{spec.name}`", value, default, flags.get(spec.name, ""), says))
-        lines += _table(group, ("field", "value", "default", "flag", ""), found)
+            says = flags.get(spec.name) or _help(spec)  # the flag's row has the same help
+            found.append(_row(f"`{spec.name}`", value, default, says))
+        lines += _table(group, ("field", "value", "default", ""), found, "##")
     return "\n".join(lines)
 
 
-def _table(group: str, head: Sequence[str], found: Iterable) -> list[str]:
-    return [f"### {group[0].upper()}{group[1:]}", "", _row(*head), _row(*["---"] * len(head)), *map(str, found), ""]
+def _table(group: str, head: Sequence[str], found: Iterable, level: str = "###") -> list[str]:
+    return [f"{level} {group[0].upper()}{group[1:]}", "", _row(*head), _row(*["---"] * len(head)), *map(str, found), ""]
 
 
 def _row(*cells: str) -> str:
@@ -165,4 +173,5 @@ def _default(spec: dataclasses.Field) -> str:
 
 
 if __name__ == "__main__":
-    print(document(), end="")
+    for file, text in pages().items():
+        (Path(__file__).parents[2] / "docs" / file).write_text(text, encoding="utf-8")

@@ -37,15 +37,13 @@ class MeasuringFlags(EnvironmentFlags, DataFlags):
     )
     cut_responses: str = flag(
         Dialect().cut_responses,
-        "what reward models that read the policy's token ids get of a response without an end, as in step 3: the "
-        "response as it is (open), or with an end (closed)",
+        "what reward models that read the policy's token ids get of a response without an end: the response as it is "
+        "(open), or with an end (closed)",
         choices=("open", "closed"),
     )
     stop: list[str] = flag([], "strings that end a response, in addition to end tokens")
     temperature: float = flag(1.0, "sampling temperature", above=0)
-    per_device_eval_batch_size: int = flag(
-        16, "responses that each rank draws at the same time, and scores in one forward pass", least=1
-    )
+    per_device_eval_batch_size: int = flag(16, "responses that each rank draws and scores at a time", least=1)
     zero_stage: int = flag(
         0, "3: each model is partitioned over the ranks. 0: each rank holds all models", choices=(0, 3)
     )

@@ -70,8 +70,12 @@ def listed() -> list[str]:
 
 
 def documented() -> set[str]:
-    """The metrics among them."""
-    return set(listed()) - {"step", "samples", *ENDINGS}
+    """The metrics among them, and those that a rule names: of conversations, and of the averaged weights."""
+    names = set(listed()) - {"step", "samples", *ENDINGS}
+    names |= {
+        f"{group}/{name}" for name in COUNTS for group in ("eval", "critic_pretrain") if f"rollout/{name}" in names
+    }
+    return names | {f"eval/ema_{name}" for name in EVALUATED if f"eval/{name}" in names}
 
 
 def named(paths: list[Path]) -> tuple[set[str], set[str]]:

@@ -19,9 +19,8 @@ class CompareFlags(RewardsFlags):
     num_eval_prompts: int = flag(256, "held-out prompts that each model answers", least=2, group="measuring")
     models: list[str] = flag(
         REQUIRED,
-        "two or more models, as NAME=PATH or PATH: saved folders of whole models or adapters, checkpoints, output "
-        "folders of runs (their actor), or names on the Hub. The first is the one that the others are compared "
-        "with",
+        "two or more models, as NAME=PATH or PATH: folders of models, adapters or runs (their actor), checkpoints, or "
+        "names on the Hub. The others are compared with the first",
         group="models",
     )
     num_samples_per_prompt: int = flag(1, "responses of each model to each prompt", least=1)

@@ -21,18 +21,18 @@ class MemoryFlags(RLHFFlags):
 
     gpu: str = flag(
         "a100-80g",
-        "memory of a GPU: a name such as a100-40g, v100-32g or h100-80g, or bytes such as 24GB or 23.6GiB",
+        "a GPU's name, such as a100-40g, v100-32g or h100-80g, or its memory, such as 24GB or 23.6GiB",
         group="machines",
     )
     num_gpus: int = flag(1, "GPUs per node", least=1)
     num_nodes: int = flag(1, "number of nodes", least=1)
     host_memory: str | None = flag(
-        None, "host memory of a node, such as 512GB; by default the plan does not say whether host memory suffices"
+        None, "host memory of a node, such as 512GB; without it the plan does not say whether host memory suffices"
     )
     search: str | None = flag(
         None,
-        "look for the largest batch that fits (batch), or for the fewest GPUs (gpus). batch keeps "
-        "--per_device_generation_batch_size and --per_device_training_batch_size equal",
+        "what to look for. batch: the largest --per_device_generation_batch_size and --per_device_training_batch_size, "
+        "equal, that fit. gpus: the fewest GPUs",
         choices=SEARCHES,
     )
 

@@ -22,8 +22,8 @@ class MergeFlags(MeasuringFlags, ScoreFlags):
 
     data_path: list[str] = flag(
         [],
-        "prompts, as in step 3; the held-out ones are answered at each scale. Without prompts nothing is measured, "
-        "and --scale chooses the saved model",
+        "prompts; the held-out ones are answered at each scale. Without prompts nothing is measured, and --scale "
+        "chooses the saved model",
         group="data",
     )
     sft_model_name_or_path: str = flag(REQUIRED, "model that training started from", group="models")
@@ -43,8 +43,8 @@ class MergeFlags(MeasuringFlags, ScoreFlags):
     scale: float | None = flag(None, "save the model at this scale", group="what is saved")
     choose_by: str | None = flag(
         None,
-        "save the model for which this held-out number is largest: eval/score, or eval/reward_NAME of one of several "
-        "rewards, which may have weight 0 and then judges alone; by default eval/score, with --max_kl",
+        "save the model for which this held-out number is largest: eval/score (the default with --max_kl), or "
+        "eval/reward_NAME of one of several rewards, also of one with weight 0",
         only_with="data_path",
     )
     kl_coef: float = flag(

@@ -14,8 +14,8 @@ class ServeFlags(TokenizerFlags):
 
     models: list[str] = flag(
         [],
-        "models that answer, each as NAME=PATH or PATH: a folder, an adapter's folder, the output folder of a run (its "
-        "actor), a checkpoint, or a name on the Hub",
+        "models that answer, each as NAME=PATH or PATH: the folder of a model, an adapter or a run (its actor), a "
+        "checkpoint, or a name on the Hub",
         group="models",
     )
     reward_model_name_or_path: str | None = flag(
@@ -29,7 +29,7 @@ class ServeFlags(TokenizerFlags):
 
     host: str = flag(
         "127.0.0.1",
-        "address to listen at. There is no password: with another address than 127.0.0.1, other machines can connect",
+        "address to listen at; there is no password. With another address than 127.0.0.1, other machines can connect",
         group="the service",
     )
     port: int = flag(8000, "port to listen at; 0: a free one, which is printed", least=0, most=65535)
@@ -37,7 +37,7 @@ class ServeFlags(TokenizerFlags):
     max_seq_len: int = flag(
         2048,
         "most tokens of prompt and response together; fewer for all models if one of them, or a reward model that gets "
-        "their token ids, has fewer positions. One that gets texts reads up to twice as many and 64",
+        "their token ids, has fewer positions. A reward model that gets texts reads up to twice as many and 64",
         group="limits",
         least=2,
     )
