@@ -236,8 +236,9 @@ BAD = {
     "no data for a KL": ({"data_path": None, "max_kl": 3.0}, "needs --data_path"),
     "no such number": (
         {"choose_by": "eval/reward_judge"},
-        "--choose_by eval/reward_judge: no held-out number has this name. Of scores there are eval/score;",
+        "--choose_by eval/reward_judge: no held-out number here has this name. Of scores there are eval/score;",
     ),
+    "no likelihood in merging": ({"choose_by": "eval/likelihood"}, "no held-out number here has this name"),
     "no such model": ({"trained_model_name_or_path": "/nowhere"}, "--trained_model_name_or_path: there is no folder"),
 }
 

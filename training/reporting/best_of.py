@@ -189,9 +189,7 @@ class BestOf:
         else:
             line = f"{first} looks {'safest' if others else 'safe'} to optimise: the best of {self.k} by it are better"
         line = f"judged by {self.judge}, {line} than all responses"
-        close = [
-            name for name in others if within_noise(top.value - judged[name].value, top.change_error(judged[name]))
-        ]
+        close = [one for one in others if within_noise(top.value - judged[one].value, top.change_error(judged[one]))]
         line += f"; those by {' and '.join(close)} do not differ from them by more than chance" if close else ""
         lines = (f"{self.told(name)} (judged {with_error(it.value, it.error, '+')})" for name, it in judged.items())
         return [line, *lines]

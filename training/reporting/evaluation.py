@@ -278,10 +278,11 @@ def _stop_if_not_finite(rows: list[dict], rewards: Iterable[str], step: int) -> 
         )
         counts = {name: sum(not math.isfinite(row[name]) for row in rows) for name in rewards}
         by = ", ".join(f"{name} in {count}" for name, count in counts.items() if count)
+        what = f"NaN or infinite ({by})" if by else "NaN or infinite"
         raise RunStopped(
-            f"evaluation: {len(bad)} of {len(rows)} held-out samples have a score or KL that is NaN or "
-            f"infinite{by and f' ({by})'}.\n{samples}\nLook at: what scores these texts (numbers beyond float32's count as "
-            "infinite), and of a run the learning rates and gradient norms of the steps before.",
+            f"evaluation: {len(bad)} of {len(rows)} held-out samples have a score or KL that is {what}.\n{samples}\n"
+            "Look at: what scores these texts (numbers beyond float32's count as infinite), and of a run the learning "
+            "rates and gradient norms of the steps before.",
             good_until=step - 1,
         )
 

@@ -272,7 +272,7 @@ def check_files(args: RLHFFlags, checkpoint: Checkpoint | None) -> None:
     check_run(args, resumed=checkpoint is not None and checkpoint.in_output_dir)
     check_engines(args)
     check_rollouts(args)
-    check_held_out_number(args, "keep_best_by", load_functions(args))
+    check_held_out_number(args, "keep_best_by", load_functions(args), dialect.likelihood_coef != 0)
     load_environment(args, args.text_reward_paths)
     check_dialect(args, dialect)
     check_models(args, dialect)
