@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from engine.errors import in_words
 from engine.zero.accelerator import device
 
 
@@ -62,8 +63,7 @@ def data_parallel_objects(value) -> list:
 
 def ranks_in_words() -> str:
     """The number of processes as a text: "1 rank", "8 ranks"."""
-    count = world_size()
-    return f"{count} rank" if count == 1 else f"{count} ranks"
+    return in_words(world_size(), "rank")
 
 
 def rank_share(total: int, of: tuple[int, int] | None = None) -> slice:

@@ -7,7 +7,7 @@ from engine import distributed
 from engine.algo.schedules import SCHEDULES
 from engine.algorithms import Dialect
 from engine.engine_spec import OptimizerSpec
-from engine.errors import UserError
+from engine.errors import UserError, in_words
 from engine.options import default_of
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage
 from training.config import other_systems
@@ -86,8 +86,8 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
             raise UserError(
                 f"--data_path {' '.join(self.data_path)}: {examples} examples are too few for one "
                 f"optimizer step of --per_device_train_batch_size {self.per_device_train_batch_size} on "
-                f"{ranks} ranks, {self.gradient_accumulation_steps} times. Lower the batch size or add "
-                "data."
+                f"{in_words(ranks, 'rank')}, {in_words(self.gradient_accumulation_steps, 'time')}. Lower the batch "
+                "size or add data."
             )
         return steps
 

@@ -97,8 +97,8 @@ def epoch_batches(
     global_size = batch_size * world
     if drop_last and size < global_size:
         raise UserError(
-            f"{size} examples are fewer than one batch of {batch_size} on each of {world} ranks; lower the "
-            "batch size or add data."
+            f"{size} examples are fewer than one batch of {batch_size} on each rank, of {world}; lower the batch size "
+            "or add data."
         )
     end = size - size % global_size if drop_last else size
     return EpochBatches(epoch_permutation(size, seed, epoch), global_size, end, rank, world)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from engine.errors import in_words
 from training.reporting.standard_errors import NOISE, of_one_reward
 
 ALARM = "alarm"
@@ -606,5 +607,5 @@ def health(records: Sequence[Mapping]) -> list[Finding]:
     if found:
         return sorted(found.values(), key=lambda finding: finding.severity != ALARM)
     if steps < FEWEST_STEPS:
-        return [Finding(FINE, f"nothing stood out in {steps} steps, which are too few to show a trend")]
+        return [Finding(FINE, f"nothing stood out in {in_words(steps, 'step')}, too few to show a trend")]
     return [Finding(FINE, f"nothing stood out in {steps} steps")]

@@ -89,7 +89,7 @@ def test_the_last_batch_may_be_short_but_all_ranks_have_it():
 
 def test_data_smaller_than_one_batch_are_refused():
     assert len(epoch_batches(8, 4, epoch=0, seed=0, rank=1, world=2)) == 1
-    with pytest.raises(UserError, match="7 examples are fewer than one batch of 4 on each of 2 ranks"):
+    with pytest.raises(UserError, match="7 examples are fewer than one batch of 4 on each rank, of 2"):
         epoch_batches(7, 4, epoch=0, seed=0, rank=1, world=2)
 
 
