@@ -240,6 +240,7 @@ BAD = {
         "--choose_by eval/reward_judge: no held-out number here has this name. Of scores there are eval/score;",
     ),
     "no likelihood in merging": ({"choose_by": "eval/likelihood"}, "no held-out number here has this name"),
+    "one model twice": ({"trained_model_name_or_path": ["/", "/."]}, "/. is given twice. Give it once"),
     "no such model": ({"trained_model_name_or_path": "/nowhere"}, "--trained_model_name_or_path: there is no folder"),
 }
 

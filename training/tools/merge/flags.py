@@ -7,7 +7,7 @@ from engine.algo.weight_changes import METHODS
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from training.config.flags import REQUIRED, flag
-from training.config.models import ScoreFlags
+from training.config.models import ScoreFlags, refuse_twice
 from training.tools.flags import MeasuringFlags
 
 FRONTIER = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
@@ -79,6 +79,7 @@ class MergeFlags(MeasuringFlags, ScoreFlags):
             raise UserError(f"--scales {' '.join(shown)}: a scale is given twice, in six digits.")
         if self.scale is not None and self.scale not in self.scales and f"{self.scale:g}" in shown:
             raise UserError(f"--scale {self.scale!r} and --scales {self.scale:g} are one in six digits. Give the same.")
+        refuse_twice(self, "trained_model_name_or_path")
         self._validate_choice()
 
     def _validate_choice(self) -> None:
