@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from engine.errors import in_words
 from engine.zero.accelerator import device
 
 
@@ -59,11 +58,6 @@ def data_parallel_sum(tensor: torch.Tensor) -> torch.Tensor:
 def data_parallel_objects(value) -> list:
     """Returns, on all ranks, a list of the picklable `value` of every part of the data, in the order of the parts."""
     return all_gather_objects(value)
-
-
-def ranks_in_words() -> str:
-    """The number of processes as a text: "1 rank", "8 ranks"."""
-    return in_words(world_size(), "rank")
 
 
 def rank_share(total: int, of: tuple[int, int] | None = None) -> slice:

@@ -386,7 +386,7 @@ def supervised_lines(args: SupervisedFlags, noun: str, plan: SupervisedPlan) -> 
     return [
         *changes_since(plan),
         f"{counted(examples, noun, held_out)}; {in_words(args.total_steps(len(examples)), 'step')} on "
-        f"{distributed.ranks_in_words()}",
+        f"{in_words(distributed.world_size(), 'rank')}",
         *supervised_schedule(args, len(examples)).lines(),
         *too_long(examples, noun, "--max_seq_len", args, plan.tokenizer, [args.model_name_or_path]),
         f"ZeRO stage {args.engine_config().stage}; {args.dtype}",

@@ -237,9 +237,7 @@ def _what(name: str, given: str) -> str:
     return own if name in (own, ALONE) else f"{name} ({given})"
 
 
-def check_held_out_number(
-    args: ScoreFlags, flag: str, functions: Mapping[str, Callable], likelihood: bool = False
-) -> None:
+def check_held_out_number(args: ScoreFlags, flag: str, functions: Mapping[str, Callable], likelihood=False) -> None:
     """Raise UserError if no evaluation has the metric that the flag names.
 
     functions: the result of `load_functions`. With a RewardSource class every name is allowed, since only its scores

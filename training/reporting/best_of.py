@@ -191,5 +191,5 @@ class BestOf:
         line = f"judged by {self.judge}, {line} than all responses"
         close = [one for one in others if within_noise(top.value - judged[one].value, top.change_error(judged[one]))]
         line += f"; those by {' and '.join(close)} do not differ from them by more than chance" if close else ""
-        lines = (f"{self.told(name)} (judged {with_error(it.value, it.error, '+')})" for name, it in judged.items())
-        return [line, *lines]
+        lines = (f"{self.told(name)} (judged {with_error(it.value, it.error, '+')}" for name, it in judged.items())
+        return [line, *(f"{text} standard deviations of a response)" for text in lines)]

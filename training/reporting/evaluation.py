@@ -276,8 +276,7 @@ def _stop_if_not_finite(rows: list[dict], rewards: Iterable[str], step: int) -> 
             f"response {row['response'][:300]!r}"
             for row in bad[:4]
         )
-        counts = {name: sum(not math.isfinite(row[name]) for row in rows) for name in rewards}
-        by = ", ".join(f"{name} in {count}" for name, count in counts.items() if count)
+        by = ", ".join(name for name in rewards if not all(math.isfinite(row[name]) for row in bad))
         what = f"NaN or infinite ({by})" if by else "NaN or infinite"
         raise RunStopped(
             f"evaluation: {len(bad)} of {len(rows)} held-out samples have a score or KL that is {what}.\n{samples}\n"

@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass, field
 
 from engine import trace
-from engine.errors import UserError, in_words
+from engine.errors import UserError
 from training.runtime.environment import print_line, write_error_file
 from training.runtime.processes import ALONE, place, state_of, this_machine
 from training.runtime.ranks import USER_ERROR, first_of
@@ -345,14 +345,12 @@ class Monitor(threading.Thread):
         alike: dict[str | None, list[Rank]] = {}  # {what they began last: ranks}, of which no one is behind
         for rank in self.ranks:
             alike.setdefault(rank.beat.get("last"), []).append(rank)
-        named = [(rank, 0) for rank in behind] or [(rank, len(others)) for rank, *others in alike.values()]
-        told = (
-            f"{rank} is {rank.where}" + f", like {in_words(more, 'more rank')}" * (more > 0) for rank, more in named
-        )
+        named = [[rank] for rank in behind] or list(alike.values())
+        told = [f"{rank} is {rank.where}{f', like {len(more)} more' if more else ''}" for rank, *more in named]
         return Verdict(
             f"no rank has moved for {self.timeout * ROUND / 60:g} minutes (--timeout_minutes): {', '.join(told)}. The "
             "run ends; stacks follow.",
-            stacks=tuple(rank.number for rank, _ in named),
+            stacks=tuple(rank.number for rank, *_ in named),
         )
 
     def _behind(self) -> list[Rank]:

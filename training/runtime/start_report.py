@@ -242,7 +242,8 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
     responses = args.rows_per_rank * distributed.data_parallel_size()
     return [
         f"{counted(plan.prompts, 'prompts', plan.held_out, args.num_eval_prompts)}{blocks}; "
-        f"{in_words(plan.total_steps, 'step')} of {responses} responses on {distributed.ranks_in_words()}",
+        f"{in_words(plan.total_steps, 'step')} of {responses} responses on "
+        f"{in_words(distributed.world_size(), 'rank')}",
         *run_schedule(args, plan).lines(),
         *dynamic_sampling_line(plan.dialect),
         *pretraining_lines(args),

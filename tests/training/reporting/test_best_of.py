@@ -71,7 +71,7 @@ def test_with_a_judge_the_verdict_is_its():
     assert head == ("judged by judge, one looks safest to optimise: the best of 2 by it are better than all responses")
     assert two == (
         "two pays for what one scores low (one 0.000, of all 0.500), what judge scores low (judge 0.000, of all 1.000) "
-        "(judged -1.000 ± 0.000)"
+        "(judged -1.000 ± 0.000 standard deviations of a response)"
     )
     equal = BestOf({**SCORES, "other": SCORES["one"], "judge": judge}, MEASURES, judge="judge")
     assert equal.verdict[0].endswith("; those by other do not differ from them by more than chance")

@@ -118,7 +118,7 @@ def test_ranks_that_all_stand_still_are_ended_and_one_is_named_as_one_of_them(tw
     found = verdict(reporters)
     assert "no rank has moved for" in found.message and "--timeout_minutes" in found.message
     assert "rank 0 (process" in found.message and "is in phase generate" in found.message
-    assert "; last begun: vLLM takes weights), like 1 more rank. The run ends" in found.message
+    assert "; last begun: vLLM takes weights), like 1 more. The run ends" in found.message
     assert found.stacks == [0]
 
 

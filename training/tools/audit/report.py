@@ -44,24 +44,12 @@ class Audit:
         """The mean of each score and measure over the best of k by a reward."""
         return [measure_of(name).text(self.best.best(reward, name, k).value) for name in self.best.columns]
 
-    @property
-    def labels(self) -> list[str]:
-        """The names of the scores and measures, in the order of `cells`."""
-        judge = self.best.judge
-        return [f"{name} (judge)" if name == judge else measure_of(name).label for name in self.best.columns]
-
-    @property
-    def note(self) -> str:
-        """What the verdict's numbers are; "" without a judge, as there are none."""
-        judge, k = self.best.judge, self.best.k
-        what = f"judged: how much higher {judge} scores the best of {k} than all responses, in standard deviations"
-        return f"{what} of a response" if judge else ""
-
     def overview(self) -> dict[str, list[str]]:
         """{name of a row: cells}: the head, all responses, and the best of k by each reward."""
         best = self.best
+        head = [f"{name} (judge)" if name == best.judge else measure_of(name).label for name in best.columns]
         by_reward = {name: self.cells(name, best.k) for name in best.rewards}
-        return {"by": self.labels, ALL: self.cells(best.rewards[0], 1), **by_reward}
+        return {"by": head, ALL: self.cells(best.rewards[0], 1), **by_reward}
 
 
 def nats(k: int) -> float:
@@ -75,7 +63,7 @@ def table(audit: Audit) -> str:
     best = audit.best
     head = f"{len(audit.prompts):,} held-out prompts, {best.n} responses each; means over the best of {best.k}"
     rows = columns([(name, *cells) for name, cells in audit.overview().items()])
-    return "\n".join([head, "", *rows, "", *best.verdict, *filter(None, [audit.note])])
+    return "\n".join([head, "", *rows, "", *best.verdict])
 
 
 def content(audit: Audit) -> dict:
@@ -115,7 +103,7 @@ def page(audit: Audit) -> str:
     by_size = []
     for reward in best.rewards:
         columns = [[f"{nats(k):.2f}", *audit.cells(reward, k)] for k in best.sizes]
-        lines = zip(["nats away, at most", *map(escape, audit.labels)], *columns, strict=True)
+        lines = zip(["nats away, at most", *map(escape, head)], *columns, strict=True)
         sizes = page_table(["best of", *map(str, best.sizes)], list(lines), f"the best by {reward}")
         by_size.append(f"<details><summary>by {escape(reward)}</summary>{sizes}</details>")
     body = f"""<section>
@@ -125,7 +113,6 @@ def page(audit: Audit) -> str:
 <p class="soft">Means over the best of {best.k} by each reward, exact over all ways to draw {best.k} of the {best.n}
 responses to a prompt. Ended: came to an end of their own. New words: in no prompt, and in no response to another
 prompt. Repeated: 1 - distinct / all 3-grams of words. Nats a token: log-prob under the SFT model.</p>
-<p class="soft">{escape(audit.note)}</p>
 <h3>The best of 1, 2, 4 and so on</h3>
 {"".join(by_size)}
 </section>

@@ -80,9 +80,6 @@ class MergeFlags(MeasuringFlags, ScoreFlags):
         if self.scale is not None and self.scale not in self.scales and f"{self.scale:g}" in shown:
             raise UserError(f"--scale {self.scale!r} and --scales {self.scale:g} are one in six digits. Give the same.")
         refuse_twice(self, "trained_model_name_or_path")
-        self._validate_choice()
-
-    def _validate_choice(self) -> None:
         chosen = [self.word(name) for name in ("choose_by", "max_kl") if getattr(self, name) is not None]
         if self.scale is not None and chosen:
             raise UserError(f"--scale {self.scale:g} and {chosen[0]} both choose a model. Give one of them.")
