@@ -207,9 +207,8 @@ class Watch:
         if request.deadline is not None and now > request.deadline:
             late = f"{request.reason.text}: the step was not finished within --grace_seconds {request.grace:g}"
             late += f", and {request.left}"
-            if self.reporter is None:
+            if self.reporter is None or now > request.deadline + 2 * LAST_LOOK:
                 end(STOPPED, late)
-            request.followed = Followed.NOT_ANY_MORE
             self.reporter.say(trouble=late, code=STOPPED)  # all ranks end by the verdict, which says who was asked
 
 
