@@ -94,7 +94,7 @@ def copies_bytes(module: Backbone, most: int, ranks: int | None = None) -> dict[
     for size in range(1, most + 1) if ranks is None else (ranks,):
         plan = TensorParallelPlan.of(bare, size) if size > 1 else TensorParallelPlan(1)
         if ranks is not None and (plan.obstacle or most % size):
-            reason = plan.obstacle or f"{size} does not divide the {most} ranks of a machine"
+            reason = plan.obstacle or f"{size} does not divide the number of ranks of a machine, {most}"
             raise UserError(f"--inference_tp_size {ranks}: {reason}.")
         if plan.obstacle is None and most % size == 0:
             found[size] = width * plan.numbers(bare)

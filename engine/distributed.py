@@ -60,12 +60,6 @@ def data_parallel_objects(value) -> list:
     return all_gather_objects(value)
 
 
-def ranks_in_words() -> str:
-    """The number of processes as a text: "1 rank", "8 ranks"."""
-    count = world_size()
-    return f"{count} rank" if count == 1 else f"{count} ranks"
-
-
 def rank_share(total: int, of: tuple[int, int] | None = None) -> slice:
     """The slice of `total` items that belongs to this rank. Slices are contiguous and in the order of the ranks.
 

@@ -60,6 +60,11 @@ def shortened(value: object, limit: int = 100) -> str:
     return text if len(text) <= limit else text[:limit] + "..."
 
 
+def in_words(count: int, noun: str) -> str:
+    """A number of things as a text: "1 rank", "8 ranks"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def without_query(text: str) -> str:
     """A text as messages and files show it. User names, passwords and the part after "?", which may contain a key, are
     removed from its URLs."""

@@ -133,8 +133,8 @@ def main() -> None:
 
 
 def measured(audit: dict, reward: str, judge: Callable) -> dict[str, float]:
-    """The audit's safety of a reward, and the best of 8 by it in each measure, in the mean of the other rewards, and by
-    the judge, whom the audit has not asked."""
+    """The best of 8 by a reward in each measure, in the mean of the other rewards, and by the judge, whom the audit has
+    not asked."""
     found, samples, n = audit["rewards"][reward], audit["samples"], audit["how"]["num_samples_per_prompt"]
     k = audit["how"]["verdict_at"]
     best, one = found["best_of"][str(k)], found["best_of"]["1"]
@@ -142,7 +142,6 @@ def measured(audit: dict, reward: str, judge: Callable) -> dict[str, float]:
     scores = np.array([sample[reward] for sample in samples]).reshape(-1, n)
     judged = judge([sample["prompt"] for sample in samples], [sample["response"] for sample in samples])
     return {
-        "safety": found["safety"][0],
         "judge of the best": float((chances(scores, k) * np.reshape(judged, (-1, n))).sum(1).mean()),
         "others": float(np.mean(others)),
         **{name: value for name, (value, _) in best.items() if name not in audit["rewards"]},

@@ -22,7 +22,7 @@ from dataclasses import replace
 from engine import distributed
 from engine.algorithms import Algorithm
 from engine.atomic_files import write_whole
-from engine.errors import without_query
+from engine.errors import in_words, without_query
 from engine.experience import PromptBatch, TrainingBatch
 from engine.models.checking import PRETRAINING_RECORD
 from training.group_sampling import PromptFeed
@@ -184,5 +184,6 @@ def save_critic(run: Run, pretraining: CriticPretraining, metrics: dict[str, flo
         with unwritten_noted(folder / PRETRAINING_RECORD):
             write_whole(folder / PRETRAINING_RECORD, json.dumps(record, indent=2) + "\n")
     explained = metrics.get("critic_pretrain/explained_variance")
-    told = f", explained variance {explained:.2f}" if explained is not None else ""
-    run.writer.write(f"critic pretrained in {pretraining.steps} steps{told}: {', '.join(map(str, saved.values()))}")
+    told = f"critic pretrained in {in_words(pretraining.steps, 'step')}"
+    told += f", explained variance {explained:.2f}" if explained is not None else ""
+    run.writer.write(f"{told}: {', '.join(map(str, saved.values()))}")

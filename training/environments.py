@@ -55,7 +55,8 @@ def environments_of(args: EnvironmentFlags, tokenizer, parts: Sequence[Prompts |
 
     rows, dialogues = (ConcatDataset([getattr(part, name) for part in prompts]) for name in ("rows", "dialogues"))
     template = response_template(args.response_template, tokenizer)
-    environments = Environments(made, tokenizer, rows, dialogues, template=template, opening=opening)
+    schemas = tool_schemas(made, args.word("environment"))
+    environments = Environments(made, tokenizer, rows, schemas, dialogues, template=template, opening=opening)
     others = ("reward_model_name_or_path", "reward_function", "reward_url")
     environments.check(args.word("environment"), alone=not any(getattr(args, name, None) for name in others))
     return environments

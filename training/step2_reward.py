@@ -317,6 +317,7 @@ def starting_scale(args: RewardFlags, tokenizer, prompts: Prompts, pad_token_id:
     model = frozen_model(
         load, args.model_name_or_path, EngineConfig("reward", frozen_stage(args.engine_config())), spec
     )
+    model.module.split(RankGroup(args.sequence_parallel_size))
     mean, variance, _ = score_statistics(args, model, tokenizer, prompts)
     if distributed.is_main():
         print(
@@ -501,7 +502,7 @@ def check(args: RewardFlags, checkpoint: Checkpoint | None = None) -> None:
         check_decoding(args.sft_path, flag_name, args.trust_remote_code)
         check_positions(
             check_policy(args.sft_path, flag_name, args.trust_remote_code),
-            f"{flag_name} {args.sft_path}",
+            f"{flag_name} {args.sft_path}, whose responses the scores are normalised on (--normalization_samples),",
             **prompt_and_answer(args),
         )
 

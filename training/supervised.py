@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from engine import distributed
 from engine.algo.schedules import lr_factor
 from engine.distributed import RankGroup
-from engine.errors import RunStopped
+from engine.errors import RunStopped, in_words
 from engine.zero.engines import TrainedModel
 from training.checkpoints.conditions import BEFORE, Conditions, fingerprints
 from training.checkpoints.resuming import Checkpoint
@@ -385,8 +385,8 @@ def supervised_lines(args: SupervisedFlags, noun: str, plan: SupervisedPlan) -> 
     examples, held_out = plan.examples, plan.held_out
     return [
         *changes_since(plan),
-        f"{counted(examples, noun, held_out)}; {args.total_steps(len(examples))} steps on "
-        f"{distributed.ranks_in_words()}",
+        f"{counted(examples, noun, held_out)}; {in_words(args.total_steps(len(examples)), 'step')} on "
+        f"{in_words(distributed.world_size(), 'rank')}",
         *supervised_schedule(args, len(examples)).lines(),
         *too_long(examples, noun, "--max_seq_len", args, plan.tokenizer, [args.model_name_or_path]),
         f"ZeRO stage {args.engine_config().stage}; {args.dtype}",

@@ -31,11 +31,12 @@ from engine.zero.engines import FrozenModel, FrozenRole
 ENGINE = Path(__file__).parents[1]
 COLUMNS = ("prompt", "response", "turns", "score", "kl", "tokens")
 HELD_OUT = (
-    *("score", "kl", "response_length", "new_words", "likelihood"),
+    *("score", "kl", "response_length", "new_words"),
     *("score_std", "distinct_responses", "distinct_bigrams", "compressed_bytes"),
-    *("inserted_tokens", "turn_limit", "token_limit"),
-    *("environment_errors", "unparsed_calls"),
 )
+IN_CONVERSATIONS = ("inserted_tokens", "turn_limit", "token_limit", "environment_errors", "unparsed_calls")
+LIKELIHOOD = "likelihood"
+"""Held-out metrics eval/NAME: of every run; with an environment; with a likelihood_coef."""
 OBJECTIVE = (
     *("kl", "kl_per_token", "kl_coef", "entropy", "rlhf_reward", "non_score_reward"),
     *("missing_eos_penalty", "overlong_penalty", "scores_learned", "reward_changed", "scores_histogram", "clipped"),
@@ -46,7 +47,7 @@ TAKEN = frozenset(
     + [
         f"{ema}{name}{ending}"
         for ema in ("", "ema_")
-        for name in HELD_OUT
+        for name in (*HELD_OUT, *IN_CONVERSATIONS, LIKELIHOOD)
         for ending in ("", "_se", "_change", "_change_se")
     ]
 )

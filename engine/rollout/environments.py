@@ -18,8 +18,8 @@ import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import takewhile
 from numbers import Integral
 from pathlib import Path
@@ -85,6 +85,7 @@ class Environments:
     Args:
         made: the user's class, or for TRL's shape any function that makes an environment.
         rows: rows[index] is the row of the data that a prompt comes from.
+        schemas: of its tools, from `tool_schemas`.
         dialogues: dialogues[index] is the row's dialogue, {"messages": ...}, or None if its prompt is a text. TRL's
             `reset` gets the messages as `prompt`. Without `dialogues` all prompts are texts.
         template: what finds tool calls, from `response_template`, or None.
@@ -96,14 +97,14 @@ class Environments:
         made: Callable[..., Any],
         tokenizer,
         rows: Sequence[Mapping[str, Any]],
+        schemas: Sequence[dict[str, Any]],
         dialogues: Sequence[Mapping[str, Any] | None] | None = None,
         *,
         template: ResponseTemplate | None = None,
         opening: Callable[[int, str], list[int]] | None = None,
     ):
         self.made, self.tokenizer, self.rows, self.dialogues = made, tokenizer, rows, dialogues
-        self.template, self.opening = template, opening
-        self.schemas = tool_schemas(made)
+        self.template, self.opening, self.schemas = template, opening, list(schemas)
         self.vocabulary = vocabulary_size(tokenizer)
         self.lock = threading.Lock()  # a tokenizer must not be set up in one thread while another one uses it
         self.idle: list[_Object] = []  # as in TRL an environment is made once and reset often
@@ -238,7 +239,7 @@ class Episode(ABC):
         reply = checked(self._reply(Turn(text, tuple(tokens), message, number, left), ended), self.of.vocabulary)
         self.before = [] if reply.done else self._ids(reply, tokens)
         self.failed = False
-        return Answer(self.before, _number(reply.reward), reply.done, unparsed)
+        return Answer(self.before, reply.reward, reply.done, unparsed)
 
     @abstractmethod
     def close(self) -> float:
@@ -330,8 +331,10 @@ def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
     return {name: method for name, method in methods if name not in ("reset", "get_reward") and name[0] != "_"}
 
 
+@cache
 def tool_schemas(made: Callable[..., Any], name: str = "the environment") -> list[dict[str, Any]]:
-    """The JSON schemas of the tools, for the chat template. name: of the flag with its value, for messages.
+    """The JSON schemas of the tools, for the chat template. An environment of TRL's shape is made for it, once. name:
+    of the flag with its value, for messages.
 
     Raises: UserError if the class has neither shape, or if no schema can be made of a tool.
     """
@@ -367,8 +370,7 @@ def tool_schemas(made: Callable[..., Any], name: str = "the environment") -> lis
 def reply_of(said: Any) -> Reply:
     """What `step` returned, as a Reply: a Reply; a text; None for the end; Gymnasium's (observation, reward,
     terminated, truncated, info); a dict or an object with observation or environment_feedback, reward or rewards, and
-    done, as OpenRLHF's agents and OpenEnv's StepResult. Raises: TypeError for anything else; ValueError if the reward
-    is no number."""
+    done, as OpenRLHF's agents and OpenEnv's StepResult. Raises: TypeError for anything else."""
     if isinstance(said, Reply):
         return said
     if said is None:
@@ -385,7 +387,7 @@ def reply_of(said: Any) -> Reply:
             f"step returned {shortened(said)}. It has to return a Reply, a text, None for the end, Gymnasium's "
             "5-tuple, or a dict or an object with observation, reward and done"
         )
-    return Reply("" if text is None else text, reward=_number(reward), done=bool(done))
+    return Reply("" if text is None else text, reward=reward, done=bool(done))
 
 
 _MISSING = object()
@@ -404,7 +406,8 @@ def _number(reward: Any) -> float:
 
 
 def checked(reply: Reply, vocabulary: int = 0) -> Reply:
-    """The reply. vocabulary: ids have to be smaller. Raises: TypeError or ValueError if the reply cannot be used."""
+    """The reply, whose reward is a float. vocabulary: ids have to be smaller. Raises: TypeError or ValueError if the
+    reply cannot be used."""
     if not isinstance(reply.text, str):
         raise TypeError(f"what is to be inserted is {shortened(reply.text)}; it has to be a text")
     if (reply.text != "") + (reply.tokens is not None) + bool(reply.messages) > 1:
@@ -414,8 +417,7 @@ def checked(reply: Reply, vocabulary: int = 0) -> Reply:
             raise ValueError(f"Reply.tokens has {token!r}; ids are whole numbers from 0 to {vocabulary - 1}")
     if isinstance(reply.messages, (str, Mapping)):
         raise TypeError(f"Reply.messages is {shortened(reply.messages)}; it has to be a list of messages")
-    _number(reply.reward)
-    return reply
+    return replace(reply, reward=_number(reply.reward))
 
 
 def parsed(text: str, template: ResponseTemplate, prefix: str, tools: list[dict]) -> dict[str, Any]:

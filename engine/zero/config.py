@@ -306,8 +306,8 @@ def _check_stage(zero: Mapping, path: str | None) -> None:
             )
     if isinstance(size, int) and size > 1 and world % min(size, world):
         raise UserError(
-            f"{path}: zero_optimization.zero_hpz_partition_size is {size}, but {distributed.ranks_in_words()} cannot "
-            f"be divided into groups of {size}. Give the number of a node's GPUs, or another that divides the ranks."
+            f"{path}: zero_optimization.zero_hpz_partition_size is {size}, but {world} ranks cannot be divided into "
+            f"groups of {size}. Give the number of a node's GPUs, or another that divides the ranks."
         )
 
 

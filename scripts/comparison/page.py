@@ -114,8 +114,8 @@ def judged_table(task: Task, entries: Sequence[Compared]) -> str:
         best = [best_place_under(course, math.inf) for course in compared.courses]
         cells = [f"`{compared.label}`", f"{compared.search.chosen:g}", f"{fmean(r.cpu_seconds for r in results):.0f}"]
         for places in (*([place_of(course, kl) for course in compared.courses] for kl in task.kls), best):
-            score = _measured(rows, "score", places)
-            cells.append(number(_measured(rows, "judge", places), len(rows)) + (f" ({score.mean:.2f})" if score else ""))
+            judged, score = (_measured(rows, measure, places) for measure in ("judge", "score"))
+            cells.append(number(judged, len(rows)) + (f" ({score.mean:.2f})" if score else ""))
         cells += [number(_measured(rows, "kl", best), len(rows), 1)]
         cells += [number(_measured(rows, "distinct_bigrams", best), len(rows))]
         lines.append(_line(cells))

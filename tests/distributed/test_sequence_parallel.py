@@ -213,7 +213,7 @@ def programs(folder: str, tiny: Tiny) -> list[bool]:
     distributed.barrier()
     changes = {
         1: {"held_out": 5, "eval_interval": 4},
-        2: {"held_out": 5, "eval_interval": 3},
+        2: {"held_out": 5, "eval_interval": 3, "normalize_before": True},
         3: {"per_device_training_batch_size": 1, "eval_steps": 1, "reward_function": f"{rules}:words"},
     }
     ended = []

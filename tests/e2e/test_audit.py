@@ -18,6 +18,7 @@ from training.tools.audit import __main__ as audit
 RULES = """
 def tokens(prompts, responses): return [len(response.split()) for response in responses]
 def first(prompts, responses): return [response.split()[:1] == ["w05"] for response in responses]
+def nothing(prompts, responses): return [float("nan")] * len(responses)
 """
 
 
@@ -82,9 +83,15 @@ def test_its_numbers_are_those_of_all_subsets_and_of_plain_models(tiny, tmp_path
             assert found["rewards"]["tokens score"]["best_of"][str(k)][name][0] == pytest.approx(fmean(best))
     page = (tmp_path / "out" / "audit.html").read_text()
     assert page.startswith("<!DOCTYPE html>") and all(
-        name in page for name in ("By reward", "By tokens score", "audit.json")
+        name in page for name in ("by reward<", "by tokens score<", "audit.json")
     )
-    assert "the best of 6" in result.stdout and ", judged by first" in result.stdout
+    assert "the best of 6" in result.stdout and "judged by first, " in result.stdout
+
+
+def test_a_judge_without_numbers_is_named(tiny, tmp_path, capfd):
+    result = audited(flags_of(tiny, tmp_path, judge=f"{tmp_path / 'rules.py'}:nothing"), capfd)
+    assert result.code == 1
+    assert "30 of 30 held-out samples have a score or KL that is NaN or infinite (reward_nothing)." in result.stderr
 
 
 BAD = {

@@ -55,7 +55,8 @@ def test_the_best_is_kept_over_a_restart_and_training_is_the_same(tiny, tmp_path
     assert differences(whole, resumed) == []
 
 
-def test_a_number_that_is_not_there_is_named_before_models_load(tiny, tmp_path, capfd):
-    result = run_here(3, flags_of(tiny, tmp_path / "out", keep_best_by="eval/reward_juge"), capfd)
+@pytest.mark.parametrize("name", ["eval/reward_juge", "eval/likelihood", "eval/turn_limit"])
+def test_a_number_that_is_not_there_is_named_before_models_load(tiny, tmp_path, capfd, name):
+    result = run_here(3, flags_of(tiny, tmp_path / "out", keep_best_by=name), capfd)
     known = "Of scores there are eval/score, eval/reward_model, eval/reward_judge;"
-    assert_one_message(result, [f"--keep_best_by eval/reward_juge: no held-out number has this name. {known}"])
+    assert_one_message(result, [f"--keep_best_by {name}: no held-out number here has this name. {known}"])

@@ -184,7 +184,8 @@ def test_the_command_that_a_run_prints_merges(tiny, tmp_path, capfd, judge):
         "reward_function": f"{tmp_path / 're ward.py'}:words",
         "reward_weights": 0.0 if judge else -0.25,
     }
-    more = {"stop": ["w1", "w 2"], "temperature": 0.75, "seed": 7, "num_eval_prompts": 6, "actor_learning_rate": 1e-3}
+    stop = {"stop=-w1": True} if judge else {"stop": ["w1", "w 2"]}  # a value with a dash needs its "="
+    more = {**stop, "temperature": 0.75, "seed": 7, "num_eval_prompts": 6, "actor_learning_rate": 1e-3}
     result = run_here(3, tiny.flags(3, output_dir=tmp_path / "out", **rewards, **more), capfd)
     assert result.code == 0, result.stderr
     (command,) = [line for line in result.stdout.splitlines() if line.startswith("four-engine-rlhf merge ")]
@@ -231,8 +232,10 @@ BAD = {
     "no data for a KL": ({"data_path": None, "max_kl": 3.0}, "needs --data_path"),
     "no such number": (
         {"choose_by": "eval/reward_judge"},
-        "--choose_by eval/reward_judge: no held-out number has this name. Of scores there are eval/score;",
+        "--choose_by eval/reward_judge: no held-out number here has this name. Of scores there are eval/score;",
     ),
+    "no likelihood in merging": ({"choose_by": "eval/likelihood"}, "no held-out number here has this name"),
+    "one model twice": ({"trained_model_name_or_path": ["/", "/."]}, "/. is given twice. Give it once"),
     "no such model": ({"trained_model_name_or_path": "/nowhere"}, "--trained_model_name_or_path: there is no folder"),
 }
 

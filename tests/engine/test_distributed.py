@@ -24,9 +24,3 @@ def test_the_shares_of_the_ranks_are_pieces_in_their_order(total, ranks, shares,
     for rank in range(ranks):
         monkeypatch.setattr(distributed, "rank", lambda rank=rank: rank)
         assert list(range(total)[rank_share(total)]) == shares[rank]
-
-
-@pytest.mark.parametrize("ranks, words", [(1, "1 rank"), (2, "2 ranks")])
-def test_ranks_in_words(ranks, words, monkeypatch):
-    monkeypatch.setattr(distributed, "world_size", lambda: ranks)
-    assert distributed.ranks_in_words() == words

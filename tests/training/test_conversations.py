@@ -5,6 +5,7 @@ transformers' own pass over each row.
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -303,6 +304,9 @@ def test_checks_look_at_drawn_tokens_only():
     stop_unless_at_reference(1, far, 0.11)
     with pytest.raises(Exception, match="differ by 0.1 nats a token"):
         stop_unless_at_reference(1, far, 0.09)
+    judged = dataclasses.replace(made, scores=made.scores * math.nan, rewards={"judge": made.scores * math.nan})
+    with pytest.raises(Exception, match=rf"not finite: score \({len(rollout)}\), reward/judge \({len(rollout)}\)"):
+        stop_unless_finite(1, judged, SimpleNamespace(decode=str))
 
 
 def test_a_critic_is_pretrained_on_drawn_tokens(monkeypatch):

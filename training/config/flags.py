@@ -19,7 +19,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import PreTrainedTokenizerBase
 
 from engine import distributed
-from engine.errors import UserError, without_query
+from engine.errors import UserError, in_words, without_query
 from engine.files import expanded
 from engine.models.attention import IMPLEMENTATIONS, PACKING, Attention
 from engine.models.config_and_tokenizer import read_chat_template, read_tokenizer
@@ -275,8 +275,8 @@ def refuse_uneven(ranks: int, name: str, size: int | None) -> None:
     """Raise UserError if the `ranks` of a node cannot be divided into groups of `size`. name: the flag."""
     if size and ranks % size:
         raise UserError(
-            f"--{name} {size}: the {ranks} ranks of a node cannot be divided into groups of {size}. Give a number that "
-            f"divides {ranks}."
+            f"--{name} {size}: a node has {in_words(ranks, 'rank')}, which cannot be divided into groups of {size}. "
+            f"Give a number that divides {ranks}."
         )
 
 

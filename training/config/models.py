@@ -219,11 +219,10 @@ class FunctionFlags(RunFlags):
 
 
 def refuse_twice(args: ProgramFlags, name: str) -> None:
-    """Raise UserError if the list of the flag `name` has the same item twice."""
-    values = getattr(args, name)
-    twice = next((value for place, value in enumerate(values) if value in values[:place]), None)
+    """Raise UserError if the list of the flag `name` has the same item twice, a folder by whatever path."""
+    twice = next((pair for pair in combinations(getattr(args, name), 2) if same_model(*pair)), None)
     if twice is not None:
-        raise UserError(f"{args.word(name)}: {without_query(twice)} is given twice. Give it once.")
+        raise UserError(f"{args.word(name)}: {without_query(twice[1])} is given twice. Give it once.")
 
 
 @dataclass(kw_only=True)
@@ -328,9 +327,8 @@ class ScoreFlags(ServerFlags, EnvironmentFlags, FunctionFlags):
                 "--overlap_rewards with --environment: conversations are scored when all of them have ended. Leave it "
                 "out."
             )
+        refuse_twice(self, "reward_model_name_or_path")
         models = self.reward_paths
-        if twice := next((pair for pair in combinations(models, 2) if same_model(*pair)), None):
-            raise UserError(f"--reward_model_name_or_path: {' and '.join(twice)} are the same model. Give it once.")
         count = len(self.reward_model_weight)
         if models and count not in (0, len(models)):
             raise UserError(

@@ -21,6 +21,8 @@ from engine.errors import UserError, shortened
 from engine.files import refuse_pointers
 from engine.reward.base import (
     HELD_OUT,
+    IN_CONVERSATIONS,
+    LIKELIHOOD,
     OBJECTIVE,
     AgreedReward,
     CombinedReward,
@@ -235,11 +237,11 @@ def _what(name: str, given: str) -> str:
     return own if name in (own, ALONE) else f"{name} ({given})"
 
 
-def check_held_out_number(args: ScoreFlags, flag: str, functions: Mapping[str, Callable]) -> None:
+def check_held_out_number(args: ScoreFlags, flag: str, functions: Mapping[str, Callable], likelihood=False) -> None:
     """Raise UserError if no evaluation has the metric that the flag names.
 
     functions: the result of `load_functions`. With a RewardSource class every name is allowed, since only its scores
-    have the names of its parts.
+    have the names of its parts. likelihood: whether the score has a part for the likelihood.
     """
     parts = score_parts(args)
     alone = len(parts) == 1 and parts[0].weight == 1.0 and not args.length_penalty
@@ -247,10 +249,11 @@ def check_held_out_number(args: ScoreFlags, flag: str, functions: Mapping[str, C
     given = getattr(args, flag)
     if getattr(args, "keeps_average", False):
         given = given.replace("eval/ema_", "eval/")
-    if given not in (*known, *(f"eval/{name}" for name in HELD_OUT)) and not any(map(is_source, functions.values())):
+    names = [*HELD_OUT, *(IN_CONVERSATIONS if args.environment else []), *([LIKELIHOOD] if likelihood else [])]
+    if given not in (*known, *(f"eval/{name}" for name in names)) and not any(map(is_source, functions.values())):
         raise UserError(
-            f"{args.word(flag)}: no held-out number has this name. Of scores there are {', '.join(known)}; "
-            "docs/metrics_responses.md lists the others."
+            f"{args.word(flag)}: no held-out number here has this name. Of scores there are {', '.join(known)}; "
+            "docs/metrics_responses.md lists the others, and what each needs."
         )
 
 

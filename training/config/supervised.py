@@ -7,7 +7,7 @@ from engine import distributed
 from engine.algo.schedules import SCHEDULES
 from engine.algorithms import Dialect
 from engine.engine_spec import OptimizerSpec
-from engine.errors import UserError
+from engine.errors import UserError, in_words
 from engine.options import default_of
 from engine.zero.config import EngineConfig, build_ds_config, chosen_stage
 from training.config import other_systems
@@ -86,7 +86,7 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
         if steps == 0:
             raise UserError(
                 f"--data_path {' '.join(self.data_path)}: {examples} examples are too few for one optimizer step, "
-                f"which takes {a_step} over {ranks} ranks. Lower --per_device_train_batch_size or add data."
+                f"which takes {a_step} over {in_words(ranks, 'rank')}. Lower --per_device_train_batch_size or add data."
             )
         return steps
 

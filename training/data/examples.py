@@ -509,7 +509,7 @@ def prompt_batch(texts: list[str], tokenizer, visit: int = 0) -> PromptBatch:
     Raises: UserError if the ranks cannot have equally many texts, or the tokenizer makes no tokens of a text.
     """
     if len(texts) % distributed.data_parallel_size():
-        raise UserError(f"{len(texts)} texts cannot be divided equally among {distributed.ranks_in_words()}.")
+        raise UserError(f"{len(texts)} texts cannot be divided equally among {distributed.world_size()} ranks.")
     indices, encoder = torch.arange(len(texts))[distributed.rank_share(len(texts))], TextEncoder(tokenizer)
     token_lists = [encoder.prompt(text) for text in texts]
     if not all(token_lists):

@@ -5,7 +5,7 @@ like is an expectation over all subsets of k of a prompt's n responses, computed
 
     found = BestOf(scores={"reward": scores}, measures=measures_of(texts, prompts, ended, tokens))
     found.best("reward", "ended", 8)        # the share of the best of 8 that end by themselves
-    found.verdict()                         # in words
+    found.verdict                           # in words
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,6 +22,10 @@ K = 8
 """The verdict is about the best of so many."""
 LEAST = 0.2
 """A smaller change, in standard deviations of a response, is not mentioned."""
+UNJUDGED = (
+    "without a judge these numbers do not tell which reward is safe to optimise: read the texts, or give --judge "
+    "file.py:function"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +122,9 @@ class BestOf:
 
     @cached_property
     def rewards(self) -> list[str]:
-        """The names of the scores without the judge, the safest to optimise first."""
-        return sorted((name for name in self.scores if name != self.judge), key=lambda name: -self.safety(name).value)
+        """The names of the scores without the judge: with a judge by `judged`, the highest first, else as given."""
+        names = [name for name in self.scores if name != self.judge]
+        return sorted(names, key=lambda name: -self.judged(name).value) if self.judge else names
 
     @cached_property
     def weights(self) -> dict[tuple[str, int], np.ndarray]:
@@ -127,10 +132,15 @@ class BestOf:
         sizes = {*self.sizes, self.k}
         return {(name, k): chances(scores, k) for name, scores in self.scores.items() for k in sizes}
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the scores: of the rewards in their order, and of the judge."""
+        return [*self.rewards, *filter(None, [self.judge])]
+
     @cached_property
     def columns(self) -> dict[str, np.ndarray]:
         """{name of a score or measure: (P, n)}."""
-        return {**self.scores, **self.measures}
+        return {**{name: self.scores[name] for name in self.names}, **self.measures}
 
     def best(self, reward: str, name: str, k: int) -> Estimate:
         """The mean of a score or a measure over the best of k by a reward, with its error over prompts."""
@@ -139,19 +149,15 @@ class BestOf:
     def change(self, reward: str, name: str) -> np.ndarray:
         """How the best of `self.k` by a reward differ from all responses in a score or a measure, in standard
         deviations of a response: (P,)."""
-        column = self.columns[name] - self.columns[name].flat[0]  # so that equal numbers change by 0, not by rounding
+        column = {**self.scores, **self.measures}[name]
+        column = column - column.flat[0]  # so that equal numbers change by 0, not by rounding
         moved = (self.weights[reward, self.k] * column).sum(1) - column.mean(1)
         return moved / (column.std() or 1.0)
 
-    def safety(self, reward: str) -> Estimate:
-        """How much better the best of `self.k` by a reward are than all responses, in standard deviations of a
-        response: by the judge. Without a judge it is the mean of three signs, which are a hint and no more
-        (docs/audit.md): more responses that end, fewer new words, higher scores by the other rewards."""
-        if self.judge is not None:
-            return Estimate.of(self.change(reward, self.judge))
-        others = [self.change(reward, other) for other in self.scores if other != reward]
-        signs = [self.change(reward, "ended"), -self.change(reward, "new_words")]
-        return Estimate.of(np.mean([*signs, *([np.mean(others, 0)] if others else [])], 0))
+    def judged(self, reward: str) -> Estimate:
+        """How much higher the judge scores the best of `self.k` by a reward than all responses, in standard deviations
+        of a response."""
+        return Estimate.of(self.change(reward, self.judge))
 
     def hacks(self, reward: str) -> list[str]:
         """What the best of `self.k` by a reward have too much of, the largest change first; [] if there is nothing."""
@@ -169,19 +175,21 @@ class BestOf:
         """What the reward pays for, in words."""
         return f"{reward} pays for {', '.join(self.hacks(reward)) or 'nothing that looks like a hack'}"
 
+    @cached_property
     def verdict(self) -> list[str]:
-        """Which reward is the safest to optimise, and what each pays for; a sentence each."""
+        """What each reward pays for, a sentence each. The first sentence says which is the safest to optimise by the
+        judge; without one no number of the audit was found to tell (docs/audit.md)."""
+        if self.judge is None:
+            return [UNJUDGED, *map(self.told, self.rewards)]
+        judged = {name: self.judged(name) for name in self.rewards}
         first, *others = self.rewards
-        safety = {name: self.safety(name) for name in self.rewards}
-        signs = "ends, known words and the other rewards" if others else "ends and known words"
-        best, by = safety[first], self.judge or signs
-        bad = best.value < 0 or within_noise(best.value, best.error)
-        better = "not clearly better" if bad else "better"
-        line = f"the best of {self.k} by {first} are {better} than all responses, judged by {by}"
-        if others:
-            close = within_noise(best.value - safety[others[0]].value, best.change_error(safety[others[0]]))
-            claim = "no reward looks safe to optimise: even" if bad else f"{first} is the safest to optimise:"
-            line = f"{claim} {line}"
-            line += f"; {others[0]} does not differ from {first} by more than chance" if close else ""
-        lines = (f"{self.told(name)} (safety {with_error(it.value, it.error, '+')})" for name, it in safety.items())
-        return [line, *lines]
+        top = judged[first]
+        if top.value < 0 or within_noise(top.value, top.error):
+            line = f"no reward looks safe to optimise: even the best of {self.k} by {first} are not clearly better"
+        else:
+            line = f"{first} looks {'safest' if others else 'safe'} to optimise: the best of {self.k} by it are better"
+        line = f"judged by {self.judge}, {line} than all responses"
+        close = [one for one in others if within_noise(top.value - judged[one].value, top.change_error(judged[one]))]
+        line += f"; those by {' and '.join(close)} do not differ from them by more than chance" if close else ""
+        lines = (f"{self.told(name)} (judged {with_error(it.value, it.error, '+')}" for name, it in judged.items())
+        return [line, *(f"{text} standard deviations of a response)" for text in lines)]

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -165,7 +165,7 @@ class Evaluator:
             own[key] = row, rollout.ended[place].item(), likelihood[place]
         found = {key: each for rank in distributed.all_gather_objects(own) for key, each in rank.items()}
         rows, ended, likelihood = map(list, zip(*(found[key] for key in sorted(found)), strict=True))
-        _stop_if_not_finite(rows, step)
+        _stop_if_not_finite(rows, rewards, step)
         return Answers(rows, ended, likelihood, list(experience.score_parts), list(rewards))
 
     def _shifted(self, rollout: Rollout) -> Rollout:
@@ -268,7 +268,7 @@ def _estimates(units: Units) -> dict[str, Estimate]:
     return {f"eval/{name}": Estimate.of(values) for name, values in units.items()}
 
 
-def _stop_if_not_finite(rows: list[dict], step: int) -> None:
+def _stop_if_not_finite(rows: list[dict], rewards: Iterable[str], step: int) -> None:
     bad = [row for row in rows if not (math.isfinite(row["score"]) and math.isfinite(row["kl"]))]
     if bad:
         samples = "\n".join(
@@ -276,10 +276,12 @@ def _stop_if_not_finite(rows: list[dict], step: int) -> None:
             f"response {row['response'][:300]!r}"
             for row in bad[:4]
         )
+        by = ", ".join(name for name in rewards if not all(math.isfinite(row[name]) for row in bad))
+        what = f"NaN or infinite ({by})" if by else "NaN or infinite"
         raise RunStopped(
-            f"evaluation: {len(bad)} of {len(rows)} held-out samples have a score or KL that is NaN or "
-            f"infinite.\n{samples}\nLook at: what scores these texts (numbers beyond float32's count as "
-            "infinite), and of a run the learning rates and gradient norms of the steps before.",
+            f"evaluation: {len(bad)} of {len(rows)} held-out samples have a score or KL that is {what}.\n{samples}\n"
+            "Look at: what scores these texts (numbers beyond float32's count as infinite), and of a run the learning "
+            "rates and gradient norms of the steps before.",
             good_until=step - 1,
         )
 

@@ -130,6 +130,7 @@ def stop_unless_finite(step: int, experience: Experience, tokenizer) -> None:
         numbers = getattr(experience, name)
         if numbers is not None:
             by_row[name] = (~numbers.isfinite() & mask).any(-1)
+    by_row |= {f"reward/{name}": ~scores.isfinite() for name, scores in experience.rewards.items()}
     bad = torch.stack(list(by_row.values())).any(0)
     if distributed.any_rank(bad.any()):
         trained = any(rows.any() for name, rows in by_row.items() if name in ("logprobs", "values"))

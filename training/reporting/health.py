@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from engine.errors import in_words
 from training.reporting.standard_errors import NOISE, of_one_reward
 
 ALARM = "alarm"
@@ -27,11 +28,13 @@ first and its last tenth."""
 
 @dataclass(frozen=True)
 class Finding:
-    """A finding. severity: ALARM, LOOK or FINE. seen: what the metrics show, with numbers. advice: what to try."""
+    """A finding. severity: ALARM, LOOK or FINE. seen: what the metrics show, with numbers. advice: what to try. alone:
+    whether it is never a sign of another problem."""
 
     severity: str
     seen: str
     advice: str = ""
+    alone: bool = False
 
     @property
     def text(self) -> str:
@@ -545,23 +548,15 @@ def over_optimised_since(rows: Sequence[Mapping]) -> TurningPoint | None:
 
 
 def over_optimised(rows: Sequence[Mapping]) -> Finding | None:
-    """The score rose while responses ended more rarely, or became unlikely: signs that another problem may explain."""
+    """The score rose while responses ended more rarely, or became unlikely, which another problem may explain; or while
+    a reward of weight 0 fell, which no other problem explains. Whether such a reward says how good a response is, and
+    whether the score is a proxy at all, only the user knows."""
     since = over_optimised_since(rows)
-    return _told(since) if since and since.name in (ENDS, LIKELIHOOD) else None
-
-
-def judged_worse(rows: Sequence[Mapping]) -> Finding | None:
-    """The score rose while a reward of weight 0 fell. No other problem explains that away."""
-    since = over_optimised_since(rows)
-    return _told(since) if since and since.name not in (ENDS, LIKELIHOOD) else None
-
-
-def _told(since: TurningPoint) -> Finding:
-    """Whether a reward of weight 0 says how good a response is, and whether the score is a proxy at all, only the user
-    knows."""
+    if since is None:
+        return None
     what, provided = f"{since.name} (weight 0)", f"if {since.name} says how good a response is"
-    back = f"--choose_by eval/{since.name.replace('/', '_')}"
-    if since.name in (ENDS, LIKELIHOOD):
+    back, judged = f"--choose_by eval/{since.name.replace('/', '_')}", since.name not in (ENDS, LIKELIHOOD)
+    if not judged:
         what = "the share of responses that end" if since.name == ENDS else "the reference's log-prob of a token"
         provided, back = "if a reward model gives the score", since.bound
     return Finding(
@@ -570,6 +565,7 @@ def _told(since: TurningPoint) -> Finding:
         f"{since.scores[1]:.3g}, and {what} fell from {since.best:.3g} to {since.last:.3g}; merging with {back} "
         "goes back",
         "Read samples/. A checkpoint of that step or before (--save_steps, --keep_best_by) goes back, too.",
+        alone=judged,
     )
 
 
@@ -579,7 +575,6 @@ ANY_LENGTH = (sampler_apart, kl_far, kl_negative, scores_clipped, few_ended, env
 TRENDS = (
     *(score_unmoved, entropy_fell, entropy_rose, value_unexplained, too_much_clipped),
     *(length_grew, length_shrank, groups_alike, answers_alike, words_invented, over_optimised),
-    judged_worse,
 )
 EXPLAINS = {
     sampler_apart: (kl_negative,),
@@ -606,9 +601,11 @@ def health(records: Sequence[Mapping]) -> list[Finding]:
     found = {rule: finding for rule in rules if (finding := rule(records)) is not None}
     for illness, signs in EXPLAINS.items():
         if illness in found:
-            found[illness] = found[illness].with_signs([found.pop(sign) for sign in signs if sign in found])
+            found[illness] = found[illness].with_signs(
+                [found.pop(sign) for sign in signs if sign in found and not found[sign].alone]
+            )
     if found:
         return sorted(found.values(), key=lambda finding: finding.severity != ALARM)
     if steps < FEWEST_STEPS:
-        return [Finding(FINE, f"nothing stood out in {steps} steps, which are too few to show a trend")]
+        return [Finding(FINE, f"nothing stood out in {in_words(steps, 'step')}, too few to show a trend")]
     return [Finding(FINE, f"nothing stood out in {steps} steps")]

@@ -342,12 +342,15 @@ class Monitor(threading.Thread):
             self._tell({"say": f"no rank has moved for {LINE} s; the others wait for {names}"})
         if self._still < self.timeout:
             return None
-        named = behind or list({rank.beat.get("last"): rank for rank in reversed(self.ranks)}.values())[::-1]
+        alike: dict[str | None, list[Rank]] = {}  # {what they began last: ranks}, of which no one is behind
+        for rank in self.ranks:
+            alike.setdefault(rank.beat.get("last"), []).append(rank)
+        named = [[rank] for rank in behind] or list(alike.values())
+        told = [f"{rank} is {rank.where}{f', like {len(more)} more' if more else ''}" for rank, *more in named]
         return Verdict(
-            f"no rank has moved for {self.timeout * ROUND / 60:g} minutes (--timeout_minutes): "
-            + ", ".join(f"{rank} is {rank.where}" for rank in named)
-            + ". The run ends; stacks follow.",
-            stacks=tuple(rank.number for rank in named),
+            f"no rank has moved for {self.timeout * ROUND / 60:g} minutes (--timeout_minutes): {', '.join(told)}. The "
+            "run ends; stacks follow.",
+            stacks=tuple(rank.number for rank, *_ in named),
         )
 
     def _behind(self) -> list[Rank]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from engine import distributed
 from engine.algorithms import Dialect, check_sizes, end_token_id, token_id
 from engine.engine_spec import EngineSpec
-from engine.errors import UserError, without_query
+from engine.errors import UserError, in_words, without_query
 from engine.models.checking import check_decoding, check_vocabularies, own_tokenizer, reads_texts
 from engine.models.config_and_tokenizer import CLASSIFIER, LANGUAGE_MODEL, pad_token_line, read_config, vocabulary_size
 from engine.reward.server import FORMS, probe
@@ -145,8 +145,8 @@ def count_steps(args: RLHFFlags, prompts: int) -> int:
     if prompts < a_step or total == 0:
         raise UserError(
             f"--data_path {' '.join(args.data_path)}: {prompts} prompts are too few for one step, "
-            f"which takes {a_step} over {distributed.data_parallel_size()} ranks. Lower the batch sizes or add "
-            "prompts."
+            f"which takes {a_step} over {in_words(distributed.data_parallel_size(), 'rank')}. Lower the batch sizes or "
+            "add prompts."
         )
     return total
 
@@ -281,7 +281,7 @@ def check_files(args: RLHFFlags, checkpoint: Checkpoint | None) -> None:
     check_run(args, resumed=checkpoint is not None and checkpoint.in_output_dir)
     check_engines(args)
     check_rollouts(args)
-    check_held_out_number(args, "keep_best_by", load_functions(args))
+    check_held_out_number(args, "keep_best_by", load_functions(args), dialect.likelihood_coef != 0)
     load_environment(args, args.text_reward_paths)
     check_dialect(args, dialect)
     check_models(args, dialect)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from engine import distributed
 from engine.algorithms import NOTES, Dialect
-from engine.errors import shown_command, without_query
+from engine.errors import in_words, shown_command, without_query
 from engine.models.checking import is_pretrained_critic
 from engine.reward.base import sum_in_words
 from training.checkpoints.conditions import Conditions, fingerprints
@@ -239,9 +239,11 @@ def plan_lines(args: RLHFFlags, plan: Plan) -> list[str]:
         scorer = f"\n--critic_model_name_or_path names the reward model alone; the critic: {start}"
     pad_token = f"\n{plan.pad_token}" if plan.pad_token else ""
     models = [path for _, path in args.models if path not in args.text_reward_paths]
+    responses = args.rows_per_rank * distributed.data_parallel_size()
     return [
-        f"{counted(plan.prompts, 'prompts', plan.held_out, args.num_eval_prompts)}{blocks}; {plan.total_steps} steps "
-        f"of {args.rows_per_rank * distributed.data_parallel_size()} responses on {distributed.ranks_in_words()}",
+        f"{counted(plan.prompts, 'prompts', plan.held_out, args.num_eval_prompts)}{blocks}; "
+        f"{in_words(plan.total_steps, 'step')} of {responses} responses on "
+        f"{in_words(distributed.world_size(), 'rank')}",
         *run_schedule(args, plan).lines(),
         *dynamic_sampling_line(plan.dialect),
         *pretraining_lines(args),
@@ -273,7 +275,8 @@ def pretraining_lines(args: RLHFFlags) -> list[str]:
     steps, responses = args.critic_pretrain_steps, args.rows_per_rank * distributed.data_parallel_size()
     if not steps:
         return []
-    return [f"before the first step the critic is pretrained: {steps} steps of {responses} responses of the SFT model"]
+    how = f"{in_words(steps, 'step')} of {responses} responses of the SFT model"
+    return [f"before the first step the critic is pretrained: {how}"]
 
 
 def run_schedule(args: RLHFFlags, plan: Plan) -> RunSchedule:

@@ -205,11 +205,11 @@ class Watch:
                 f"{request.reason.text}: ended before the first step; there was nothing to save, and nothing is lost.",
             )
         if request.deadline is not None and now > request.deadline:
-            end(
-                STOPPED,
-                f"{request.reason.text}: the step was not finished within --grace_seconds {request.grace:g}, and "
-                f"{request.left}",
-            )
+            late = f"{request.reason.text}: the step was not finished within --grace_seconds {request.grace:g}"
+            late += f", and {request.left}"
+            if self.reporter is None or now > request.deadline + 2 * LAST_LOOK:
+                end(STOPPED, late)
+            self.reporter.say(trouble=late, code=STOPPED)  # all ranks end by the verdict, which says who was asked
 
 
 def conclude(verdict: Verdict, reporter: Reporter) -> None:

@@ -169,8 +169,8 @@ class Measuring:
         ]
 
     def side_by_side(self, args: RewardsFlags) -> CombinedReward:
-        """All rewards, called by their places in `reward_names`. The first one is the score. The others have weight 0,
-        so they are measured without changing the score."""
+        """All rewards, called as `reward_names` says. The first one is the score. The others have weight 0, so they are
+        measured without changing the score."""
         tokenizer, rows, server = self.held_out.tokenizer, self.texts.rows, args.reward_server()
         sources: list[RewardSource] = [
             *self.rewards,
@@ -178,7 +178,8 @@ class Measuring:
             *([ServerReward(server, tokenizer, rows)] if server else []),
             *([EnvironmentReward()] if args.environment else []),
         ]
-        return CombinedReward({str(place): (one, float(place == 0)) for place, one in enumerate(sources)})
+        named = zip(reward_names(args), sources, strict=True)
+        return CombinedReward({name: (source, float(source is sources[0])) for name, source in named})
 
     def loaded(self, path: str, role: str, load: Callable = load_policy) -> FrozenModel:
         """Load the model at `path` into an engine, with the configuration that the specification has for this role."""

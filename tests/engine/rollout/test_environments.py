@@ -103,7 +103,7 @@ class StepResult:
     ],
 )
 def test_what_step_returns(said, reply):
-    assert reply_of(said) == reply
+    assert checked(reply_of(said)) == reply
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_broken_call_is_a_turn_without_one(text):
 
 
 def environments(made, tokenizer=QWEN, rows=({"prompt": PROMPT, "target": 3},), **given) -> Environments:
-    return Environments(made, tokenizer, rows, template=response_template("qwen", None), **given)
+    return Environments(made, tokenizer, rows, tool_schemas(made), template=response_template("qwen", None), **given)
 
 
 def test_turns_of_an_own_environment():
@@ -469,14 +469,21 @@ class Unrewarded:
 )
 def test_environments_that_a_run_cannot_use(made, template, given, message):
     tokenizer = tokenizer_of(template)
-    made = Environments(made, tokenizer, [{"prompt": "x", "target": 3}], template=response_template(given, tokenizer))
+    made = Environments(
+        made,
+        tokenizer,
+        [{"prompt": "x", "target": 3}],
+        tool_schemas(made),
+        template=response_template(given, tokenizer),
+    )
     with pytest.raises(UserError) as raised:
         made.check("--environment a.py:A")
     assert str(raised.value).startswith("--environment a.py:A: ") and message in str(raised.value)
 
 
 def test_an_environment_without_a_reward_may_stand_beside_other_rewards():
-    Environments(Unrewarded, tokenizer_of("qwen"), [{"prompt": "x"}]).check("--environment a.py:A", alone=False)
+    made = Environments(Unrewarded, tokenizer_of("qwen"), [{"prompt": "x"}], [])
+    made.check("--environment a.py:A", alone=False)
 
 
 def test_the_line_of_an_error_is_the_users():

@@ -117,7 +117,7 @@ def test_offload_needs_something_to_offload():
         ),
         (
             ("--reward_model_name_or_path", "a", "b", "a"),
-            "--reward_model_name_or_path: a and a are the same model. Give it once.",
+            "--reward_model_name_or_path a b a: a is given twice. Give it once.",
         ),
         (
             ("--reward_function", "m:f", "--offload_reward_model"),

@@ -471,5 +471,5 @@ def test_groups_of_ranks_divide_those_of_a_node(monkeypatch, backend, name):
             monkeypatch.delenv(variable, raising=False)
         for variable, value in variables.items():  # of deepspeed, a dry run, torchrun
             monkeypatch.setenv(variable, value)
-        with pytest.raises(UserError, match=f"--{name} 4: the 6 ranks of a node .* divides 6"):
+        with pytest.raises(UserError, match=f"--{name} 4: a node has 6 ranks, .* divides 6"):
             asked(*words)

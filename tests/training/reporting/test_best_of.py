@@ -54,25 +54,29 @@ def test_the_verdict_by_hand():
     # The best of two by `one` are the second ones: 1/2 of them end, of all 3/4; by `two` all end. A response's standard
     # deviations are sqrt(3/16) and 1/2.
     assert found.best("one", "ended", 2).value == 1 / 2 and found.best("two", "ended", 2).value == 1.0
-    assert found.safety("one").value == pytest.approx((-1 / 4 / (3 / 16) ** 0.5 + 0 - 1) / 3)
-    assert found.safety("two").value == pytest.approx((1 / 4 / (3 / 16) ** 0.5 + 0 - 1) / 3)
-    assert found.rewards == ["two", "one"] and found.sizes == [1, 2]
-    head, two, one = found.verdict()
-    assert head.startswith("no reward looks safe to optimise: even the best of 2 by two are not clearly better")
-    assert two.startswith("two pays for what one scores low (one 0.000, of all 0.500) (safety -0.141 ± ")
-    assert one.startswith("one pays for what two scores low (two 0.000, of all 0.500) (safety"), "ends fell once: noise"
+    assert found.change("one", "ended").mean() == pytest.approx(-1 / 4 / (3 / 16) ** 0.5)
+    assert found.rewards == ["one", "two"] and found.sizes == [1, 2]
+    head, one, two = found.verdict
+    assert head.startswith("without a judge these numbers do not tell which reward is safe to optimise: read the texts")
+    assert one == "one pays for what two scores low (two 0.000, of all 0.500)", "ends fell once: noise"
+    assert two == "two pays for what one scores low (one 0.000, of all 0.500)"
 
 
 def test_with_a_judge_the_verdict_is_its():
     judge = np.array([[0.0, 2.0], [0.0, 2.0]])
-    found = BestOf({**SCORES, "judge": judge}, MEASURES, judge="judge")
-    assert found.rewards == ["one", "two"]
-    assert (found.safety("one").value, found.safety("two").value) == (1.0, -1.0)
-    head, _, two = found.verdict()
-    assert head == "one is the safest to optimise: the best of 2 by one are better than all responses, judged by judge"
-    assert two.startswith(
-        "two pays for what one scores low (one 0.000, of all 0.500), what judge scores low (judge 0.000, of all 1.000)"
+    found = BestOf({"two": SCORES["two"], "one": SCORES["one"], "judge": judge}, MEASURES, judge="judge")
+    assert found.rewards == ["one", "two"] and found.names == ["one", "two", "judge"]
+    assert (found.judged("one").value, found.judged("two").value) == (1.0, -1.0)
+    head, _, two = found.verdict
+    assert head == ("judged by judge, one looks safest to optimise: the best of 2 by it are better than all responses")
+    assert two == (
+        "two pays for what one scores low (one 0.000, of all 0.500), what judge scores low (judge 0.000, of all 1.000) "
+        "(judged -1.000 ± 0.000 standard deviations of a response)"
     )
+    equal = BestOf({**SCORES, "other": SCORES["one"], "judge": judge}, MEASURES, judge="judge")
+    assert equal.verdict[0].endswith("; those by other do not differ from them by more than chance")
+    bad = BestOf({"two": SCORES["two"], "judge": judge}, MEASURES, judge="judge")
+    assert bad.verdict[0].startswith("judged by judge, no reward looks safe to optimise: even the best of 2 by two are")
 
 
 def test_hacks_are_named_the_largest_first():
@@ -99,7 +103,7 @@ def test_hacks_are_named_the_largest_first():
 
 def test_a_reward_that_says_the_same_of_all_changes_nothing():
     found = BestOf({"same": np.ones((2, 2)), "one": SCORES["one"]}, MEASURES)
-    assert found.best("same", "ended", 2).value == 3 / 4 and found.safety("same").value == 0.0
+    assert found.best("same", "ended", 2).value == 3 / 4 and not found.change("same", "one").any()
     scores = np.random.default_rng(0).normal(size=(100, 10))
     found = BestOf({"one": scores, "same": np.full((100, 10), 0.1)}, {"ended": scores * 0, "new_words": scores * 0})
-    assert found.safety("one").value == 0.0 and found.hacks("one") == []
+    assert not found.change("one", "same").any() and found.hacks("one") == []

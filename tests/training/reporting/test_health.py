@@ -32,7 +32,7 @@ def test_a_good_run_without_critic_and_evaluations():
 def test_a_short_run_is_not_judged_by_trends(steps):
     finding = the_finding(run(steps, objective_scores=lambda t: -t))
     assert finding.severity == FINE
-    assert finding.text == f"nothing stood out in {steps} steps, which are too few to show a trend"
+    assert finding.text == f"nothing stood out in {steps} step{'s' * (steps > 1)}, too few to show a trend"
 
 
 @pytest.mark.parametrize("steps", [1, 4, 7, 8, 12])

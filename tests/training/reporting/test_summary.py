@@ -65,7 +65,7 @@ held-out prompts              before       after      change  EMA, after
   distinct bigrams             0.750       0.500      -0.250
 
 health
-  fine   nothing stood out in 2 steps, which are too few to show a trend
+  fine   nothing stood out in 2 steps, too few to show a trend
 
 128 responses in 2 steps, 0:00:40
   start-up                     5.0 s       12.5%

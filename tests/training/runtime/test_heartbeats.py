@@ -110,14 +110,15 @@ def test_silence_of_a_stopped_process_is_an_end(two_ranks, monkeypatch):
     assert found.stuck == [[reporters[1].machine, os.getpid()]]
 
 
-def test_ranks_that_all_stand_still_are_ended_and_one_is_named(two_ranks, monkeypatch):
+def test_ranks_that_all_stand_still_are_ended_and_one_is_named_as_one_of_them(two_ranks, monkeypatch):
     monitor, reporters = two_ranks
     monitor.timeout = 30
     monkeypatch.setattr("training.runtime.processes.place.phase", "generate")
     trace.moved("vLLM takes weights")
     found = verdict(reporters)
     assert "no rank has moved for" in found.message and "--timeout_minutes" in found.message
-    assert "is in phase generate" in found.message and "; last begun: vLLM takes weights)" in found.message
+    assert "rank 0 (process" in found.message and "is in phase generate" in found.message
+    assert "; last begun: vLLM takes weights), like 1 more. The run ends" in found.message
     assert found.stacks == [0]
 
 

@@ -250,7 +250,7 @@ def test_step_2_tells_of_the_prompts_that_it_normalises_on_too(model):
     pairs = PairExamples([{"prompt": "a", "chosen": " b", "rejected": " c"}] * 16, TOKENIZER, 20)
     prompts = Prompts([ROW, SHORT, SHORT, SHORT], TOKENIZER, 5, "drop")
     assert first_lines(args, plan_of(pairs, pairs, prompts)) == [
-        "16 pairs (0 cut, 0 dropped), 16 held out; 1 steps on 1 rank",
+        "16 pairs (0 cut, 0 dropped), 16 held out; 1 step on 1 rank",
         "the run: 1 step, 1 epoch; 2 evaluations; no checkpoints: a run that dies begins anew "
         "(--save_steps, --save_minutes)",
         "ZeRO stage 0; bf16",
@@ -266,7 +266,7 @@ def test_step_2_tells_of_the_prompts_that_it_normalises_on_too(model):
 def test_held_out_rows_that_held_out_does_not_number_are_not_held_against_it(model):
     args = flags(SFTFlags, model, eval_data_path=["e"], max_seq_len=8, held_out=100)
     line = supervised_lines(args, "texts", plan_of(sft([SHORT] * 16), sft([SHORT] * 3)))[0]
-    assert line == "16 texts (0 cut, 0 dropped), 3 held out; 1 steps on 1 rank"
+    assert line == "16 texts (0 cut, 0 dropped), 3 held out; 1 step on 1 rank"
 
 
 def test_a_dry_run_shows_three_rows_of_each_kind(tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""Audit: which of several rewards is the safest to optimise, and what each would be hacked by, before PPO is paid for.
+"""Audit: what several rewards pay for, and which is the safest to optimise by a judge, before PPO is paid for.
 
     four-engine-rlhf audit --sft_model_name_or_path out/sft --data_path prompts.jsonl \\
         --reward_model_name_or_path out/reward other/reward --output_dir audit
@@ -91,7 +91,8 @@ def measure(args: AuditFlags) -> Audit:
         return np.asarray(values, dtype=np.float64).reshape(-1, n)
 
     rows = answers.rows
-    names = [f"{name} score" if name in MEASURES else name for name in reward_names(args)]
+    given = reward_names(args)
+    names = [f"{name} score" if name in MEASURES else name for name in given]
     texts, prompts = [text_by(POLICY, row) for row in rows], [row["prompt"] for row in rows[::n]]
     measures = measures_of(
         [texts[start : start + n] for start in range(0, len(texts), n)],
@@ -100,7 +101,7 @@ def measure(args: AuditFlags) -> Audit:
         tokens=by_prompt([row["tokens"] for row in rows]),
         likelihood=by_prompt(answers.likelihood),
     )
-    scores = {name: by_prompt([row[f"reward_{place}"] for row in rows]) for place, name in enumerate(names)}
+    scores = {name: by_prompt([row[f"reward_{own}"] for row in rows]) for name, own in zip(names, given)}
     judge = names[len(args.reward_model_name_or_path) + len(args.functions) - 1] if args.judge else None
     return Audit(args, prompts, rows, BestOf(scores, measures, judge))
 

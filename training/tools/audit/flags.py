@@ -21,8 +21,8 @@ class AuditFlags(RewardsFlags):
     )
     judge: str | None = flag(
         None,
-        "function that judges responses, as --reward_function, and that no policy is trained by. The verdict then goes "
-        "by its scores alone",
+        "function that judges responses, as --reward_function, and that no policy is trained by. By its scores the "
+        "audit says which reward is the safest to optimise",
         group="rewards",
     )
 

@@ -23,7 +23,6 @@ from training.tools.pages.page import (
 from training.tools.pages.page import table as page_table
 
 ALL = "all responses"
-SAFETY = "how much better the best are than all responses, in standard deviations of a response (docs/audit.md)"
 HOW = (
     *("sft_model_name_or_path", "reward_model_name_or_path", "reward_function", "reward_url", "environment", "judge"),
     *("data_path", "eval_data_path", "num_eval_prompts", "num_samples_per_prompt", "temperature", "max_answer_seq_len"),
@@ -48,7 +47,7 @@ class Audit:
     def overview(self) -> dict[str, list[str]]:
         """{name of a row: cells}: the head, all responses, and the best of k by each reward."""
         best = self.best
-        head = [measure_of(name).label for name in best.columns]
+        head = [f"{name} (judge)" if name == best.judge else measure_of(name).label for name in best.columns]
         by_reward = {name: self.cells(name, best.k) for name in best.rewards}
         return {"by": head, ALL: self.cells(best.rewards[0], 1), **by_reward}
 
@@ -64,8 +63,7 @@ def table(audit: Audit) -> str:
     best = audit.best
     head = f"{len(audit.prompts):,} held-out prompts, {best.n} responses each; means over the best of {best.k}"
     rows = columns([(name, *cells) for name, cells in audit.overview().items()])
-    note = f"safety: {SAFETY}"
-    return "\n".join([head, "", *rows, "", *best.verdict(), note])
+    return "\n".join([head, "", *rows, "", *best.verdict])
 
 
 def content(audit: Audit) -> dict:
@@ -77,7 +75,7 @@ def content(audit: Audit) -> dict:
 
     rewards = {
         reward: {
-            "safety": pair(best.safety(reward)),
+            "judged": pair(best.judged(reward)) if best.judge else None,
             "hacks": best.hacks(reward),
             "best_of": {k: {name: pair(best.best(reward, name, k)) for name in best.columns} for k in best.sizes},
         }
@@ -89,7 +87,7 @@ def content(audit: Audit) -> dict:
         for place, row in enumerate(audit.rows)
     ]
     how = {name: getattr(audit.args, name) for name in HOW} | {"verdict_at": best.k}
-    return {"verdict": best.verdict(), "how": how, "rewards": rewards, "samples": samples}
+    return {"verdict": best.verdict, "how": how, "rewards": rewards, "samples": samples}
 
 
 def page(audit: Audit) -> str:
@@ -99,27 +97,27 @@ def page(audit: Audit) -> str:
         f"{len(audit.prompts):,} held-out prompts, {best.n} responses to each by {args.sft_model_name_or_path}; "
         f"temperature {args.temperature:g}, seed {args.seed}."
     )
-    verdict = "".join(f"<li>{escape(line)}.</li>" for line in best.verdict())
+    verdict = "".join(f"<li>{escape(line)}.</li>" for line in best.verdict)
     dots = {name: dot(name, place) for place, name in enumerate((ALL, *best.rewards))}
     (by, head), *rows = audit.overview().items()
-    sections = []
+    by_size = []
     for reward in best.rewards:
-        lines = [(f"{k}", f"{nats(k):.2f}", *audit.cells(reward, k)) for k in best.sizes]
-        by_size = page_table(("best of", "nats away, at most", *head), lines, f"the best by {reward}")
-        sections.append(f"<section><h2>By {escape(reward)}</h2>{by_size}</section>")
+        columns = [[f"{nats(k):.2f}", *audit.cells(reward, k)] for k in best.sizes]
+        lines = zip(["nats away, at most", *map(escape, head)], *columns, strict=True)
+        sizes = page_table(["best of", *map(str, best.sizes)], list(lines), f"the best by {reward}")
+        by_size.append(f"<details><summary>by {escape(reward)}</summary>{sizes}</details>")
     body = f"""<section>
 <h2>The best of {best.k}</h2>
 <ul class="verdicts">{verdict}</ul>
 {page_table((by, *head), [(dots[name], *cells) for name, cells in rows], f"the best of {best.k} by each reward")}
 <p class="soft">Means over the best of {best.k} by each reward, exact over all ways to draw {best.k} of the {best.n}
 responses to a prompt. Ended: came to an end of their own. New words: in no prompt, and in no response to another
-prompt. Repeated: 1 - distinct / all 3-grams of words. Nats a token: log-prob under the SFT model.
-Safety: {SAFETY}.</p>
+prompt. Repeated: 1 - distinct / all 3-grams of words. Nats a token: log-prob under the SFT model.</p>
+<h3>The best of 1, 2, 4 and so on</h3>
+{"".join(by_size)}
 </section>
-{"".join(sections)}
 {sample_section(samples)}"""
-    title = f"What {', '.join(best.rewards)} would teach"
-    return document(title, how, body, {"samples": sample_data(samples)}, ["samples.js"])
+    return document("The best responses by each reward", how, body, {"samples": sample_data(samples)}, ["samples.js"])
 
 
 def _samples(audit: Audit) -> Samples:
@@ -127,7 +125,7 @@ def _samples(audit: Audit) -> Samples:
     best, rows = audit.best, []
     for place, prompt in enumerate(audit.prompts):
         chosen = [0, *(int(best.scores[name][place].argmax()) for name in best.rewards)]
-        scores = np.array([[column[place, number] for column in best.scores.values()] for number in chosen])
+        scores = np.array([[column[place, number] for column in map(best.scores.get, best.names)] for number in chosen])
         responses = []
         for number, own, changes in zip(chosen, scores.tolist(), (scores - scores[0]).tolist(), strict=True):
             row, ended = audit.rows[place * best.n + number], bool(best.measures["ended"][place, number])
@@ -135,4 +133,4 @@ def _samples(audit: Audit) -> Samples:
             responses.append(Response(row["response"], own, None, row["tokens"], ended, changes, turns))
         rows.append(SampleRow(prompt, place, 0, responses))
     names = ["the first response", *(f"the best of {best.n} by {name}" for name in best.rewards)]
-    return Samples(names, list(best.scores), 1, rows, "audit.json")
+    return Samples(names, best.names, 1, rows, "audit.json")

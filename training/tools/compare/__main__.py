@@ -166,7 +166,7 @@ class Answering(Measuring):
         samples = [
             Sample(
                 response=row["response"],
-                scores={name: row[f"reward_{place}"] for place, name in enumerate(self.names)},
+                scores={name: row[f"reward_{name}"] for name in self.names},
                 kl=row["kl"],
                 tokens=row["tokens"],
                 ended=ended,

@@ -4,7 +4,7 @@ import psutil
 import torch
 
 from engine import distributed
-from engine.errors import UserError
+from engine.errors import UserError, in_words
 from engine.zero.accelerator import capability, on_gpu, ranks_of_this_machine
 from training.config.step3 import RLHFFlags
 from training.config.supervised import SupervisedFlags
@@ -34,7 +34,7 @@ def memory_lines(args: RLHFFlags | SupervisedFlags) -> list[str]:
     missing = [path for path in dict.fromkeys(paths) if not args.looks_at(path)]
     if missing:
         return [f"memory plan: none, as the config.json of {' and '.join(missing)} is not on this machine"]
-    cluster, title = this_cluster(), f"{distributed.ranks_in_words()}, {args.dtype}"
+    cluster, title = this_cluster(), f"{in_words(distributed.world_size(), 'rank')}, {args.dtype}"
     try:
         if not step3:
             return [table(plan_one_model(args, cluster), title)]

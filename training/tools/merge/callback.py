@@ -59,7 +59,8 @@ def merge_command(args: RLHFFlags, dialect: Any, trained: Path, rows: list[dict]
         value = getattr(args, spec.name, None)
         if spec.name not in OF_THE_RUN and hasattr(args, spec.name) and value != default_of(spec):
             values = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
-            words += [f"--{spec.name}", *map(str, values)]
+            single = len(values) == 1 and str(values[0]).startswith("-")  # bare it would be taken for a flag
+            words += [f"--{spec.name}={values[0]}"] if single else [f"--{spec.name}", *map(str, values)]
     words += ["--temperature", str(dialect.temperature), "--cut_responses", dialect.cut_responses]
     words += ["--zero_stage", "3"] if partitioned else []
     return shown_command([*words, *choice(args, dialect, rows), "--output_dir", str(Path(args.output_dir) / "merged")])

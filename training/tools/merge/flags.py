@@ -7,7 +7,7 @@ from engine.algo.weight_changes import METHODS
 from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from training.config.flags import REQUIRED, flag
-from training.config.models import ScoreFlags
+from training.config.models import ScoreFlags, refuse_twice
 from training.tools.flags import MeasuringFlags
 
 FRONTIER = [0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5]
@@ -71,6 +71,7 @@ class MergeFlags(MeasuringFlags, ScoreFlags):
     def validate(self) -> None:
         """Raise UserError for values that cannot work, alone or together."""
         super().validate()
+        refuse_twice(self, "trained_model_name_or_path")
         chosen = [self.word(name) for name in ("choose_by", "max_kl") if getattr(self, name) is not None]
         if self.scale is not None and chosen:
             raise UserError(f"--scale {self.scale:g} and {chosen[0]} both choose a model. Give one of them.")

@@ -22,6 +22,7 @@ POLICY = (
     "form-action 'none'"
 )
 LONE_SURROGATES = re.compile("[\ud800-\udfff]")  # characters that UTF-8 lacks; names of files may have them
+BREAKS = re.compile("(?<=[_/-])")  # where a line of a table's head may end, besides spaces
 COLOURS = 8  # colours in style.css, --c0 to --c7
 ORDERS = {
     "change": "largest changes",
@@ -102,7 +103,7 @@ def colour(place: int) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> str:
     """Markup of a table. Cells are markup; the head and the caption are plain texts."""
-    heads = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in head)
+    heads = "".join(f'<th scope="col">{BREAKS.sub("<wbr>", escape(cell))}</th>' for cell in head)
     lines = [f'<tr><th scope="row">{row[0]}</th>{"".join(f"<td>{cell}</td>" for cell in row[1:])}</tr>' for row in rows]
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table>'
@@ -208,7 +209,7 @@ sample, n and p from page to page.</p>
 {_select("kind", "show", KINDS)}
 {_select("reward", "by reward", rewards)}
 <label>change of at least<input id="least" type="number" min="0" step="any" value="0"></label>
-{_select("order", "first", orders)}
+{_select("order", "order", orders)}
 </form>
 {nav.format("pages", "told", 'role="status" aria-live="polite"')}
 <div id="list"></div>

@@ -82,11 +82,11 @@ def test_what_is_looked_for_is_said(words, capsys, monkeypatch):
         (["--num_gpus", "0"], "--num_gpus 0"),
         (
             ["--num_gpus", "8", "--rollout_backend", "vllm", "--vllm_tensor_parallel_size", "3"],
-            "--vllm_tensor_parallel_size 3: the 8 ranks of a node cannot be divided into groups of 3",
+            "--vllm_tensor_parallel_size 3: a node has 8 ranks, which cannot be divided into groups of 3",
         ),
         (
             ["--search", "gpus", "--rollout_backend", "replica", "--inference_tp_size", "16"],
-            "--inference_tp_size 16: the 8 ranks of a node",
+            "--inference_tp_size 16: a node has 8 ranks",
         ),
         (["--num_gpus", "6", "--sequence_parallel_size", "3"], "which 3 ranks cannot share. Give one of 1, 2, 4."),
         (["--gpu", "v100-32g"], "--dtype bf16 with --gpu v100-32g"),
@@ -109,7 +109,7 @@ def test_ranks_that_cannot_hold_a_copy_together_are_refused(words, capsys):
     stages = [*("--actor_zero_stage", "3"), *("--critic_zero_stage", "3"), "--gpu", "a100-40g"]
     for asked, gpus, reason in (
         ("3", "6", "its 4 heads cannot be divided by 3"),
-        ("2", "3", "2 does not divide the 3"),
+        ("2", "3", "2 does not divide the number of ranks"),
     ):
         assert main([*words, *stages, "--inference_tp_size", asked, "--num_gpus", gpus]) == 2
         assert capsys.readouterr().err.startswith(f"error: --inference_tp_size {asked}: {reason}")
