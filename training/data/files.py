@@ -101,8 +101,9 @@ class DataFile:
         try:
             self.file = open_file(path)
         except OSError as error:
+            rows = " docs/from_ms_swift.md says how to choose rows." if re.search(r"#\d+$", path.name) else ""
             raise UserError(
-                f"{path}: cannot be read ({error.strerror}); check the path (relative ones start from {Path.cwd()})."
+                f"{path}: cannot be read ({error.strerror}); check the path (relative ones start from {Path.cwd()}).{rows}"
             ) from None
         self.limit = largest_content(self.file)
         self.state = self._state()

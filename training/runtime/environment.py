@@ -238,7 +238,7 @@ def keep_printing() -> None:
 def print_error(error: UserError) -> int:
     """Print a mistake once, on rank 0 or on the only rank that raised it; returns the exit code."""
     if os.environ.get("RANK", "0") == "0" or not isinstance(error, SharedError):
-        text = visible(str(error))
+        text = harmless(str(error))
         message = f"error: {text if isinstance(error, SharedError) else from_here(text)}"
         print(message, file=sys.stderr, flush=True)
         write_error_file(message)

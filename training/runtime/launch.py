@@ -30,6 +30,7 @@ from training.runtime.environment import (
     USER_ERROR,
     flush_all,
     from_here,
+    harmless,
     keep_printing,
     print_error,
     print_line,
@@ -164,7 +165,7 @@ def _print_error_on_all_hosts(error: UserError) -> int:
     example if a file is missing there. The other ranks learn of it through the store at which the ranks meet."""
     if not environment.on_several_hosts() or not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
         return print_error(error)
-    text = visible(str(error))
+    text = harmless(str(error))
     if os.environ["RANK"] == "0":
         print_error(error)
         MeetingPoint().announce(f"error: {text}", USER_ERROR)
