@@ -240,7 +240,7 @@ def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], kn
             hint = _hint(arguments_class, name.removeprefix("--"), value, known, "--")
             unknown.append(f"unknown flag {_shortened(name)}.{hint}")
     if unknown:
-        raise UserError("\n".join(unknown))
+        raise UserError(*unknown)
 
 
 def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:
