@@ -10,8 +10,11 @@ class UserError(Exception):
     """A mistake in a flag, file, data row or model.
 
     The user sees only the message, without a stack trace, and the exit code is 2. The message therefore names the field
-    or the file and line, the value found there, and what to do.
+    or the file and line, the value found there, and what to do. Each argument is a mistake, and is shown on one line.
     """
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class SharedError(UserError):

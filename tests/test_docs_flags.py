@@ -12,7 +12,7 @@ import pytest
 from engine.algorithms import Dialect
 from training.config import other_systems
 from training.config.other_systems import HEADINGS, rows
-from training.config.parsing import STEPS, parse_flags
+from training.config.parsing import IN_STEP_3, STEPS, parse_flags
 from training.config.step3 import RLHFFlags
 from training.config.supervised import RewardFlags, SFTFlags
 from training.tools.audit.flags import AuditFlags
@@ -96,6 +96,13 @@ def test_a_command_of_trl_keeps_its_sizes(page, ranks):
     assert dialect.truncate_token == given.get("stop_token", "")
     by_deepspeed = f"deepspeed_zero{args.actor_zero_stage}.yaml" in " ".join(theirs)  # without it TRL clips nothing
     assert args.max_answer_seq_len == 53 and dialect.max_grad_norm == (1 if by_deepspeed else 0)
+
+
+@pytest.mark.parametrize("page", ["from_ms_swift", "from_openrlhf", "from_trl", "port_trl_ppo"])
+def test_each_flag_of_their_script_is_ours_or_has_a_row(page):
+    words = [word.removeprefix("--") for script in commands(page)[0] for word in script if word.startswith("--")]
+    ours = flags() | IN_STEP_3.keys()
+    assert words and all(word in ours or other_systems.flag_of_other_systems(word, 3) for word in words)
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.system}-{row.names[:1]}-{row.heading}")

@@ -11,6 +11,7 @@ import pytest
 
 from scripts.harness.programs import command_line, metric_lines, run_words
 from tests.test_docs_flags import DOCS, commands
+from training.data.sources import open_source
 
 PAGES = ("from_trl", "from_openrlhf", "from_trlx", "from_verl", "from_ms_swift")
 COMMANDS = [(page, number) for page in PAGES for number in range(len(commands(page)[1]))]
@@ -35,6 +36,21 @@ def test_a_ported_command_trains(page, number, tiny, prompts, tmp_path, monkeypa
     sizes = {"max_steps": 1, "max_prompt_seq_len": 6, "max_answer_seq_len": 8, "dtype": "fp32"}
     assert run_words(3, words + command_line(here | sizes)) == 0
     assert [line["step"] for line in metric_lines(tmp_path / "out")] == [0, 1]
+
+
+def test_ms_swifts_data_script_writes_messages_that_step_3_reads(tmp_path, monkeypatch):
+    """docs/from_ms_swift.md: its script, on a data set of alpaca's form in a folder."""
+    page = (DOCS / "from_ms_swift.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hub").mkdir()
+    lines = [{"instruction": f"w{i}", "input": "" if i % 2 else "w99", "output": "w04"} for i in range(40)]
+    (tmp_path / "hub" / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "prompts.py").write_text(text.replace('"vicgalle/alpaca-gpt4"', '"hub"').replace("20000", "40"))
+    runpy.run_path("prompts.py")
+    found = [record for part in open_source("prompts.jsonl").training for _, record in part]
+    asked = sorted(message["content"] for record in found for message in record["prompt"])
+    assert asked == sorted(f"w{i}" if i % 2 else f"w{i}\nw99" for i in range(40))
 
 
 def test_a_ported_data_script_and_reward_object_are_those_of_the_run(tiny, tmp_path, monkeypatch):

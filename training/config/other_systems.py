@@ -84,9 +84,11 @@ class Row(NamedTuple):
 
 def flag_of_other_systems(name: str, step: int) -> str | None:
     """A text with this project's counterpart of the flag `name` of another system; None if no page has the flag. A
-    counterpart in training step `step` is preferred to one in other steps. A dotted name (`algo.kl.init_coef`) is also
-    found by its last part."""
-    found = [(row, known) for row in rows() for known in row.names if name in (known, known.rpartition(".")[2])]
+    counterpart in training step `step` is preferred to one in other steps. Without a row of its own a dotted name
+    (`algo.kl.init_coef`) is found by its end, with or without the rest in the row."""
+    told = [(row, known) for row in rows() for known in row.names if not row.here.startswith("the same")]
+    found = [one for one in told if one[1] == name]
+    found = found or [one for one in told if one[1].endswith(f".{name}") or name.endswith(f".{one[1]}")]
     found = [one for one in found if step in HEADINGS[one[0].heading]] or found
     sentences = [
         f"{row.system}'s {known}: {row.heading} {row.here}{f' ({row.remark})' if row.remark else ''}."
@@ -98,7 +100,8 @@ def flag_of_other_systems(name: str, step: int) -> str | None:
 def rows() -> Iterator[Row]:
     """The rows of all tables with one of the HEADINGS, on all pages."""
     for page in sorted(PAGES.glob("from_*.md")):
-        text = re.sub(r"\[[^]]*\]\(([^)]*)\)", r"docs/\1", page.read_text(encoding="utf-8"))
+        text = re.sub(r"\[([^]]*)\]\(([^)]*)\)", r"\1 (docs/\2)", page.read_text(encoding="utf-8"))
+        text = re.sub(r"(\S+) \(docs/\1\)", r"docs/\1", text)  # links whose words are the page's name
         system = text.partition("\n")[0].removeprefix("# From ")
         heading = ""
         column = 0

@@ -143,8 +143,13 @@ NEGATIVE = re.compile(r"-(inf|nan|[\d.]+(e[-+]?\d+)?)$", re.IGNORECASE)
 
 
 class _Parser(argparse.ArgumentParser):
+    flags: type[ProgramFlags]
+
     def error(self, message: str):
-        raise UserError(f"{_shortened(message)}. --help all lists the flags.")
+        name = next(iter(re.findall(r"^argument --(\w+)", message)), "")
+        old = name in self.flags.old_flags  # perhaps with another system's value: --deepspeed zero3
+        told = flag_of_other_systems(name, step_of(self.flags)) if old else None
+        raise UserError(f"{_shortened(message)}. {told or '--help all lists the flags.'}")
 
 
 def parse_flags(
@@ -200,6 +205,7 @@ def _parser(arguments_class: type[ProgramFlags], defaults: bool = True, groups: 
     """The parser of the flags. defaults: whether the parser fills in defaults and demands required flags. groups:
     {heading: flags} if not all flags are wanted."""
     parser = _Parser(prog=running_command(), allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
+    parser.flags = arguments_class
     parser._negative_number_matcher = NEGATIVE  # argparse's own takes a negative number with an exponent for a flag
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # given by the launcher
     hints = typing.get_type_hints(arguments_class)
@@ -224,14 +230,17 @@ def _shortened(text: str) -> str:
 
 def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], known: Sequence[str]) -> None:
     unknown = []
+    step = step_of(arguments_class)
     for place, word in enumerate(argv):
         name, sign, value = word.partition("=")
-        if name.startswith("--") and name[2:] not in (*known, *UNTOLD):
+        dotted = sign and "." in name and step and flag_of_other_systems(name, step)  # verl's flags have no dashes
+        if dotted or (name.startswith("--") and name[2:] not in (*known, *UNTOLD)):
             following = argv[place + 1] if place + 1 < len(argv) else "--"
             value = value if sign else "VALUE" if following.startswith("--") else following
-            unknown.append(f"unknown flag {_shortened(name)}.{_hint(arguments_class, name[2:], value, known, '--')}")
+            hint = _hint(arguments_class, name.removeprefix("--"), value, known, "--")
+            unknown.append(f"unknown flag {_shortened(name)}.{hint}")
     if unknown:
-        raise UserError(" Also ".join(unknown))
+        raise UserError(*unknown)
 
 
 def _hint(arguments_class: type[ProgramFlags], name: str, value: str, names: Sequence[str], dashes: str) -> str:

@@ -181,7 +181,7 @@ def _check_parameters(function: Callable, what: str) -> None:
         Signature.of(function)
     except TypeError as error:
         stranger = inspect.isclass(function) and not is_source(function)
-        hint = " A class has to inherit from engine.reward.base.RewardSource." if stranger else ""
+        hint = " Name an object of it, or let it inherit from engine.reward.base.RewardSource." if stranger else ""
         raise UserError(f"{what}: it takes {signature}, but is called with {called} ({error}).{hint}") from None
 
 

@@ -101,9 +101,10 @@ class DataFile:
         try:
             self.file = open_file(path)
         except OSError as error:
-            raise UserError(
-                f"{path}: cannot be read ({error.strerror}); check the path (relative ones start from {Path.cwd()})."
-            ) from None
+            where = f"check the path (relative ones start from {Path.cwd()})"
+            if re.search(r"#\d+$", path.name):  # ms-swift's number of rows
+                where = "docs/from_ms_swift.md has a script that chooses rows"
+            raise UserError(f"{path}: cannot be read ({error.strerror}); {where}.") from None
         self.limit = largest_content(self.file)
         self.state = self._state()
 

@@ -238,7 +238,7 @@ def keep_printing() -> None:
 def print_error(error: UserError) -> int:
     """Print a mistake once, on rank 0 or on the only rank that raised it; returns the exit code."""
     if os.environ.get("RANK", "0") == "0" or not isinstance(error, SharedError):
-        text = visible(str(error))
+        text = shown(error)
         message = f"error: {text if isinstance(error, SharedError) else from_here(text)}"
         print(message, file=sys.stderr, flush=True)
         write_error_file(message)
@@ -274,6 +274,11 @@ def flush_all(code: int) -> None:
 def visible(text: str) -> str:
     """The text in one line. Newlines, tabs and unprintable characters are shown as escapes: \\n, \\t, \\x1b."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def shown(error: UserError) -> str:
+    """The error's mistakes, each in one line."""
+    return "\n".join(visible(str(mistake)) for mistake in error.args)
 
 
 def harmless(text: str) -> str:

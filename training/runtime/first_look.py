@@ -53,7 +53,7 @@ def _look(module: str, name: str, description: str) -> int:
     try:
         parsing.parse_flags(flags, sys.argv[1:], description, validate=False)
     except UserError as error:
-        return print_error(SharedError(str(error)))  # all ranks were given the same flags
+        return print_error(SharedError(*error.args))  # all ranks were given the same flags
     except SystemExit:  # argparse has printed the help
         return 0
     return GO_ON

@@ -156,7 +156,7 @@ def _parse(arguments_class: type, argv: Sequence[str], description: str):
     try:
         return parse_flags(arguments_class, argv, description, say)
     except UserError as error:
-        raise SharedError(str(error)) from None  # all ranks were given the same flags
+        raise SharedError(*error.args) from None  # all ranks were given the same flags
 
 
 def _print_error_on_all_hosts(error: UserError) -> int:
@@ -164,7 +164,7 @@ def _print_error_on_all_hosts(error: UserError) -> int:
     example if a file is missing there. The other ranks learn of it through the store at which the ranks meet."""
     if not environment.on_several_hosts() or not os.environ.get("MASTER_ADDR") or not os.environ.get("MASTER_PORT"):
         return print_error(error)
-    text = visible(str(error))
+    text = environment.shown(error)
     if os.environ["RANK"] == "0":
         print_error(error)
         MeetingPoint().announce(f"error: {text}", USER_ERROR)

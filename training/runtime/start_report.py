@@ -172,7 +172,8 @@ def dialect_lines(dialect: Dialect, changed: dict) -> str:
     """
     note = f"\n  {NOTES[dialect.name]}" if dialect.name in NOTES else ""
     return f"dialect {dialect.name}{note}" + "".join(
-        f"\n  {field} = {given} (given; the dialect's is {usual})" for field, (usual, given) in changed.items()
+        f"\n  {field} = {given} (given; the dialect's is {'empty' if usual == '' else usual})"
+        for field, (usual, given) in changed.items()
     )
 
 

@@ -66,7 +66,7 @@ def test_negative_numbers_may_begin_a_list():
         (["--zzzzzz", "3"], "unknown flag --zzzzzz. --help all lists the flags."),
         (["--hel"], "unknown flag --hel. --help all lists the flags."),
         (["--locl_rank", "3"], "unknown flag --locl_rank. --help all lists the flags."),  # the launcher's
-        (["--rat", "3", "--hel"], "unknown flag --rat. Did you mean --rate? Also unknown flag --hel. --help all lists"),
+        (["--rat", "3", "--hel"], "unknown flag --rat. Did you mean --rate?\nunknown flag --hel. --help all lists"),
         (["stray"], "'stray' belongs to no flag. --help all lists the flags."),
         (["--size", "3", "4"], "'4' belongs to no flag. --help all lists the flags."),
         (["-s", "3"], "'-s' belongs to no flag. --help all lists the flags."),
@@ -314,14 +314,14 @@ def test_the_tokenizer_gets_it_in_place_of_its_own_and_is_saved_with_it(tmp_path
         (
             RLHFFlags,
             "--cliprange",
-            "TRL's cliprange: in step 3 --clip_range. trlX's method.cliprange: in step 3 --clip_",
+            "TRL's cliprange: in step 3 --clip_range.",
         ),
         (
             RLHFFlags,
             "--vf_coef=0.1",
             "TRL's vf_coef: in step 3 --set value_factor= (the critic has an optimizer of its own)",
         ),
-        (RLHFFlags, "--init_kl_coef", "OpenRLHF's init_kl_coef: in step 3 --kl_coef. trlX's method.init_kl_coef: in"),
+        (RLHFFlags, "--init_kl_coef", "OpenRLHF's init_kl_coef: in step 3 --kl_coef."),
         (RLHFFlags, "--use_dora", "TRL's use_dora: no counterpart; instead LoRA as docs/lora.md has it."),
         (SFTFlags, "--lora_r", "TRL's lora_r: in steps 1 and 2 --lora_dim (16 there); the rate is --lora_l"),
         (RewardFlags, "--adam.lr", "OpenRLHF's adam.lr: in steps 1 and 2 --learning_rate (5e-6 for SFT, 9e-6 for"),
@@ -333,6 +333,26 @@ def test_what_is_said(tmp_path, flags_class, word, message):
     (tmp_path / "run.yaml").write_text(f"{name[2:]}: 1\n")
     told = refusal("--config", str(tmp_path / "run.yaml"), flags_class=flags_class)
     assert f"run.yaml: unknown key {name[2:]}. {message}" in told
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("critic.ppo_max_token_len_per_gpu=3", "verl's ppo_max_token_len_per_gpu: no counterpart; instead batches"),
+        ("--ref.num_nodes", "OpenRLHF's num_nodes: no counterpart; instead the launcher has the number of GPUs"),
+        ("--rlhf_type", "ms-swift's rlhf_type: in step 3 --dialect trl_ppo for ppo; rm is step 2, grpo a dialect"),
+        ("--reward_model", "LLaMA-Factory's reward_model: in step 3 --critic_model_name_or_path. ms-swift's "),
+    ],
+)
+def test_a_flag_without_dashes_one_found_by_its_end_and_a_link(word, message):
+    told = refusal(word, flags_class=RLHFFlags)
+    assert told.startswith(f"unknown flag {word.partition('=')[0]}. {message}")
+
+
+def test_another_systems_value_of_a_flag_without_effect():
+    told = refusal("--deepspeed", "zero3", flags_class=RLHFFlags)
+    assert told.startswith("argument --deepspeed: 'zero3' is neither true nor false. LLaMA-Factory's deepspeed: in ")
+    assert "ms-swift's deepspeed: in step 3 --actor_zero_stage, --critic_zero_stage" in told
 
 
 def test_a_field_that_the_dialect_does_not_have():
