@@ -139,8 +139,9 @@ def engines_of(printed: str) -> dict[str, dict]:
     """Each engine's configuration in what a dry run prints."""
     decoder = json.JSONDecoder()
     return {
-        found.group(1): decoder.raw_decode(printed, found.end())[0]
-        for found in re.finditer(r"^engine (\w+): ", printed, re.MULTILINE)
+        role: decoder.raw_decode(printed, found.end())[0]
+        for found in re.finditer(r"^engine ([\w ]+): ", printed, re.MULTILINE)
+        for role in found.group(1).split(" and ")
     }
 
 

@@ -313,7 +313,8 @@ class TestFiles:
             (whole[: len(whole) // 2], r"index\.json is broken \(JSONDecodeError"),
             ("", r"index\.json is broken"),
             ("[]", r"index\.json is broken"),
-            ('{"weight_map": {}}', r"are missing"),
+            ('{"weight_map": {}}', r"names no file"),
+            ('{"weight_map": {"a": "../a.safetensors"}}', r"names '\.\./a\.safetensors'"),
         ):
             index.write_text(text)
             refused(check_policy, tmp_path, message)

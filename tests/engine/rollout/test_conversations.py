@@ -55,7 +55,7 @@ class Talk:
 
 def conversations_of(backend: RolloutBackend, made: Callable = Talk, **how) -> Conversations:
     limits = {"turns": 8, "turn_tokens": None, "seconds": 60.0, "threads": 4} | how
-    return Conversations(backend, Environments(made, make_tokenizer(), ROWS), **limits)
+    return Conversations(backend, Environments(made, make_tokenizer(), ROWS, []), **limits)
 
 
 def ours(actor: SimpleNamespace, made: Callable = Talk, rows_at_once: int | None = None, **how) -> Conversations:
@@ -296,7 +296,7 @@ def test_rewards_at_the_end_and_a_prompt_of_the_environments_own(actor):
         def get_reward(self):
             return 0.25
 
-    environments = Environments(Tools, make_tokenizer(), ROWS, opening=lambda index, said: [11, 12, index, 9, 10])
+    environments = Environments(Tools, make_tokenizer(), ROWS, [], opening=lambda index, said: [11, 12, index, 9, 10])
     limits = {"turns": 3, "turn_tokens": None, "seconds": 60.0, "threads": 4}
     rollouts = Conversations(ReplicaRollouts(actor, make_tokenizer()), environments, **limits)
     rollout = rollouts.generate(BATCH.select([2, 4]), SAMPLING)
