@@ -84,7 +84,11 @@ MISTAKES = [
     ((3,), {"dialect": "summarize", "set": "truncate_token=."}, ["truncate_token '.'", "does not know it"]),
     ((3,), {"profile_steps": [4, 2, 3]}, ["--profile_steps 4 3: this run trains steps 1 to 2"]),
     ((3,), {"profile_steps": 2, "enable_test_mode": True, "test_stop_step": 1}, ["--profile_steps 2", "steps 1 to 1"]),
-    ((1, 2), {"per_device_train_batch_size": 33}, ["32 examples", "33 over 1 rank", "Lower --per_device_train_batch_size"]),
+    (
+        (1, 2),
+        {"per_device_train_batch_size": 33},
+        ["32 examples", "33 over 1 rank", "Lower --per_device_train_batch_size"],
+    ),
     (
         (1, 2, 3),
         {"data_path": "{bad}/three.jsonl", "held_out": None, "num_eval_prompts": None},
