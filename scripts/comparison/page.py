@@ -106,13 +106,13 @@ def brief_table(task: Task, entries: Sequence[Compared]) -> str:
 def judged_table(task: Task, entries: Sequence[Compared]) -> str:
     """The judge's measure and, in brackets, the reward model's at each KL, where the course has it with the best value
     of the judge; and where the judge is best of all."""
-    columns = ["", "rate", "CPU s", *(f"KL {kl:g}" for kl in task.kls), "best by the judge", "its KL", "bigrams there"]
+    columns = ["", "rate", *(f"KL {kl:g}" for kl in task.kls), "best by the judge", "its KL", "bigrams there"]
     lines = [_line(columns), "| --- " * len(columns) + "|"]
     for compared in ordered(entries, task.search_kl):
         results = list(compared.results.values())
         rows = [result.rows(compared.line) for result in results]
         best = [best_place_under(course, math.inf) for course in compared.courses]
-        cells = [f"`{compared.label}`", f"{compared.search.chosen:g}", f"{fmean(r.cpu_seconds for r in results):.0f}"]
+        cells = [f"`{compared.label}`", f"{compared.search.chosen:g}"]
         for places in (*([place_of(course, kl) for course in compared.courses] for kl in task.kls), best):
             judged, score = (_measured(rows, measure, places) for measure in ("judge", "score"))
             cells.append(number(judged, len(rows)) + (f" ({score.mean:.2f})" if score else ""))

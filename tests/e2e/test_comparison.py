@@ -120,7 +120,7 @@ def test_a_judged_tasks_table_reads_the_reward_model_where_the_judge_is_best():
     entry = Compared("default", Search({}, 0.0, 1e-3), {1: result}, "judge")
     task = dataclasses.replace(TASKS["judged_quickstart"], kls=(4.0, 9.0))
     assert page.judged_table(task, [entry]).splitlines()[2:] == [
-        "| `default` | 0.001 | 30 | 0.50 (1.00) | - | 1.00 (2.00) | 8.0 | 0.25 |",
+        "| `default` | 0.001 | 0.50 (1.00) | - | 1.00 (2.00) | 8.0 | 0.25 |",
     ]
 
 
