@@ -106,9 +106,14 @@ class AdapterFolder:
         return self._score().get("step_end")
 
     def _score(self) -> dict:
-        """What the file SCORE says; {} if there is none."""
+        """What the file SCORE says; {} if there is none. Raises: UserError if it is broken."""
         file = Path(self.path) / SCORE
-        return parsed_json(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        try:
+            return dict(parsed_json(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"{self.what}: {file} is broken ({type(error).__name__}: {one_line(error)}). Copy it again."
+            ) from None
 
     def tensors(self) -> dict[str, Tensor]:
         """{name within the model: tensor in host memory} of the factors and the head. A name is, for example,

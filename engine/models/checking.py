@@ -155,6 +155,7 @@ def check_scorer(path: str, what: str, trust_remote_code: bool = False) -> str:
         )
     else:
         check_trunk(adapter.base, what, trust_remote_code)
+    adapter.settings()  # raises if they cannot be read
     _check_fit(adapter, config, kind)
     return form
 

@@ -36,6 +36,12 @@ ROLES = {name: name for name in ("user", "assistant", "system", "developer", "to
 }
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys under which transformers looks for reasoning
 SAME = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)  # keys by which messages are compared
+# Arguments of the function apply_chat_template, which the template itself does not get.
+NOT_THE_TEMPLATES = frozenset(
+    ("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message")
+    + ("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs")
+    + ("return_assistant_tokens_mask", "processor_kwargs")
+)
 OTHER_TEMPLATE = "another template (--chat_template FILE)"
 NO_BEGINNING = (
     "the chat template does not begin an answer when it is asked to (add_generation_prompt): what it puts before one "
@@ -499,6 +505,12 @@ def _options(where: str, record: dict) -> dict:
             )
         options["tools"] = tools
     if others:
+        if not isinstance(others, dict) or (wrong := sorted(NOT_THE_TEMPLATES.intersection(others))):
+            found = described(others) if not isinstance(others, dict) else ", ".join(wrong)
+            raise UserError(
+                f"{where}, column chat_template_kwargs: found {found}; needed an object of arguments that the chat "
+                "template itself knows, such as enable_thinking. Correct the record or take it out."
+            )
         options |= {name: value for name, value in others.items() if value is not None}
     return options
 

@@ -149,7 +149,7 @@ def load_rows(
         apart += [hold_out(parts, own, held_out, seed, kept, what, advice)] if own else []
     else:
         apart = []
-    training = [weighted(part, factor, seed) for part, factor in zip(parts, factors)]
+    training = [weighted(part, factor, seed, path) for part, factor, path in zip(parts, factors, paths)]
     return mixture.rows(training), mixture.rows([limited(_joined(apart), eval_limit, seed, kept)])
 
 
@@ -281,14 +281,20 @@ def checked_weights(weights: Sequence[float] | None, paths: Sequence[str]) -> li
     return list(weights)
 
 
-def weighted(places: np.ndarray, weight: float, seed: int) -> np.ndarray:
+def weighted(places: np.ndarray, weight: float, seed: int, name: str) -> np.ndarray:
     """The places, repeated by the weight. With weight 1.5, half of the places, drawn with the seed, occur twice and the
-    others once."""
+    others once. name: the name of the data set, for messages."""
     parts, drawn = [places] * int(weight), round(weight % 1 * len(places))
     if drawn:
         order = np.random.default_rng((seed, DRAW)).permutation(len(places))
         parts.append(places[np.sort(order[:drawn])])
-    return _joined(parts)
+    result = _joined(parts)
+    if not len(result):
+        raise UserError(
+            f"--data_weights {weight:g}: of the {len(places)} rows of {name} none is left. Give it a "
+            "larger weight, or leave the data set out."
+        )
+    return result
 
 
 def hold_out(

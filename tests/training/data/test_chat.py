@@ -325,6 +325,8 @@ def test_tools_and_arguments_reach_the_template(given):
     [
         ({"tools": "look_up"}, r"column tools: found a string \('\"look_up\"'\); needed a list of objects"),
         ({"tools": ["look_up"]}, "column tools: found a list"),
+        ({"chat_template_kwargs": [1]}, "column chat_template_kwargs: found a list"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "column chat_template_kwargs: found tokenize; needed"),
     ],
 )
 def test_mistakes_in_tools_and_arguments(columns, message):

@@ -80,6 +80,7 @@ def test_weights_say_how_often_a_data_set_is_seen(data):
     "weights, message",
     [
         ([1], r"--data_weights 1: 1 weights for 2 data sets of --data_path\. Give one for each"),
+        ([1, 0.01], r"--data_weights 0.01: of the 4 rows of .*b.jsonl none is left"),
     ],
 )
 def test_weights_that_cannot_work(data, weights, message):
