@@ -86,9 +86,17 @@ class AdapterFolder:
 
     @cached_property
     def headers(self) -> dict[str, Header]:
-        """{name within the model: header} of the tensors in the weight file. Raises: UserError if the file is
-        broken."""
-        return {name.removeprefix(PREFIX): header for name, header in file_headers(self.file, self.what).items()}
+        """{name within the model: header} of the tensors in the weight file. Raises: UserError if the file is broken,
+        or a tensor has integers."""
+        found = file_headers(self.file, self.what)
+        packed = [name for name, header in found.items() if not header.is_float]
+        if packed:
+            kinds = ", ".join(sorted({found[name].dtype for name in packed}))
+            raise UserError(
+                f"{self.what}: {self.file} holds {listed(packed)} of type {kinds}, where factors are floating-point "
+                "numbers. Give the adapter as it was before it was quantized or converted."
+            )
+        return {name.removeprefix(PREFIX): header for name, header in found.items()}
 
     @property
     def has_head(self) -> bool:

@@ -136,6 +136,8 @@ ADAPTERS: dict[str, Damage] = {
     "a tensor too many": _state(lambda state: state | {"base_model.model.extra.weight": torch.ones(2)}),
     "one A transposed": _state(lambda state: state | {A: state[A].T.contiguous()}),
     "one A flat": _state(lambda state: state | {A: state[A].flatten()}),
+    "one A int32": _state(lambda state: state | {A: state[A].to(torch.int32)}),
+    "all factors uint8": _state(lambda state: {name: tensor.to(torch.uint8) for name, tensor in state.items()}),
     "NaN in A": _spoilt(A, float("nan")),
     "infinity in B": _spoilt(B, float("inf")),
     ".bin cut": lambda folder, other: (
@@ -164,6 +166,9 @@ ADAPTERS: dict[str, Damage] = {
 }
 
 OF_SCORERS: dict[str, Damage] = {
+    "score.json cut": _cut("score.json", 0.5),
+    "score.json empty": _text("score.json", ""),
+    "score.json zeroed": _zeros("score.json"),
     "no head": _state(lambda state: {name: tensor for name, tensor in state.items() if name != HEAD}),
     "NaN in the head": _head(lambda head: head * float("nan")),
     "a head of two scores": _head(lambda head: torch.cat([head, head])),
