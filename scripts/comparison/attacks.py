@@ -1,6 +1,6 @@
 """What the judges say of texts that are made to deceive them, beside texts that people or the grammar wrote.
 
-REVIEWS_DATA=FOLDER python -m scripts.comparison.attacks        # the table of docs/comparison.md
+REVIEWS_DATA=FOLDER python -m scripts.comparison.attacks        # the table of docs/comparison_judged.md
 """
 
 import os
