@@ -48,7 +48,7 @@ ppo() {
 model=(--reward_model_name_or_path "$out/prm" --reward_function examples/chains.py:right)
 for seed in 1 2 3; do
     ppo end "$seed" --reward_function examples/chains.py:right
-    ppo steps "$seed" "${model[@]}" --reward_model_weight 0.25 --reward_weights 0
+    ppo steps "$seed" "${model[@]}" --reward_model_weight 0.25 --reward_weights 0 --set critic_start=zero_head
 done
 # The curves of right answers to 256 held-out prompts; then 2,000 new prompts, answered by each trained model.
 python - "$out" <<'TABLE'

@@ -17,6 +17,33 @@ from training.tools.toy.reviews import generate_review, make_corpus
 ROOT = Path(__file__).resolve().parents[2]
 
 
+STEP2: dict[str, dict[str, float]] = {
+    "judged_reviews": {
+        "max_prompt_seq_len": 32,
+        "max_answer_seq_len": 48,
+        "max_seq_len": 160,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-3,
+    },
+    "judged_quickstart": {
+        "max_prompt_seq_len": 12,
+        "max_answer_seq_len": 32,
+        "max_seq_len": 48,
+        "num_train_epochs": 4,
+        "learning_rate": 2e-3,
+    },
+    "judged_long": {
+        "max_prompt_seq_len": 12,
+        "max_answer_seq_len": 80,
+        "max_seq_len": 96,
+        "num_train_epochs": 8,
+        "learning_rate": 1e-3,
+        "dropout": 0.2,
+    },
+}
+"""How a task's reward model is trained. Step 2's flags."""
+
+
 def make_reviews(models: Path) -> None:
     """An SFT model of the sentences of OWN_PAIRS pairs, and a reward model of the first 600."""
     source, data = Path(os.environ["REVIEWS_DATA"]), models / "data"
@@ -29,7 +56,7 @@ def make_reviews(models: Path) -> None:
     write(data / "prompts.jsonl", prompts[:-256])
     write(data / "eval_prompts.jsonl", prompts[-256:])
     step1(models, os.environ["REVIEWS_MODEL"], max_seq_len=128, num_train_epochs=5, learning_rate=3e-3)
-    step2(models, (32, 48), max_seq_len=160, num_train_epochs=2, learning_rate=1e-3)
+    step2(models, **STEP2["judged_reviews"])
 
 
 def make_quickstart(models: Path) -> None:
@@ -42,7 +69,7 @@ def make_quickstart(models: Path) -> None:
         write(data / name, rows)
     base(models)
     step1(models, models / "base", max_seq_len=48, num_train_epochs=6, learning_rate=5e-3)
-    step2(models, (12, 32), max_seq_len=48, num_train_epochs=4, learning_rate=2e-3)
+    step2(models, **STEP2["judged_quickstart"])
 
 
 def make_long(models: Path) -> None:
@@ -71,7 +98,7 @@ def make_long(models: Path) -> None:
     write(data / "eval_prompts.jsonl", prompts[-256:])
     base(models, "--hidden_size", "192", "--num_layers", "4", "--num_heads", "6")
     step1(models, models / "base", max_seq_len=96, num_train_epochs=4, learning_rate=3e-3)
-    step2(models, (12, 80), max_seq_len=96, num_train_epochs=8, learning_rate=1e-3, dropout=0.2)
+    step2(models, **STEP2["judged_long"])
 
 
 def swapped(pairs: Sequence[dict], share: float) -> list[dict]:
@@ -107,18 +134,17 @@ def step1(models: Path, begun: Path | str, **flags: float) -> None:
         )
 
 
-def step2(models: Path, lengths: tuple[int, int], **flags: float) -> None:
-    """The reward model, unless it is there. lengths: of the longest prompts and responses."""
-    if not (models / "reward" / "config.json").is_file():
+def step2(models: Path, made: Path | None = None, **flags: float) -> None:
+    """A reward model in `made`, by default the task's own, unless it is there."""
+    made = made or models / "reward"
+    if not (made / "config.json").is_file():
         _train(
             "step2_reward",
             model_name_or_path=models / "sft",
             data_path=models / "data" / "pairs.jsonl",
             eval_data_path=models / "data" / "held_out_pairs.jsonl",
             normalization_data_path=models / "data" / "prompts.jsonl",
-            output_dir=models / "reward",
-            max_prompt_seq_len=lengths[0],
-            max_answer_seq_len=lengths[1],
+            output_dir=made,
             per_device_train_batch_size=32,
             num_warmup_steps=10,
             **flags,

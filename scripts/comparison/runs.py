@@ -227,8 +227,7 @@ def judge(runs: Sequence[Run]) -> None:
         name = task.judge.rpartition(":")[2]
         write_json(job, {"policies": policies, "texts": texts, "judge": name, "written": str(written)})
         words = ["-m", "scripts.comparison.judge", str(job), *task.words(models), "--output_dir", temporary]
-        if task.judge:  # beside a function, only a model that is named so gives the score
-            words += ["--reward_model_name_or_path", str(models / "reward")]
+        if task.judge:
             words += ["--reward_function", task.judge, "--reward_weights", "0"]
         words += ["--num_eval_prompts", str(HELD_OUT), "--dtype", "fp32"]
         log = runs[0].folder / "judge.log"

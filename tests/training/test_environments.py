@@ -51,6 +51,8 @@ def test_it_stands_in_for_a_reward_model_or_beside_one():
     args = parsed()
     assert args.reward_paths == [] and parts(args) == [("environment", 1.0)]
     assert isinstance(build_reward(args, {}, [], None, []), EnvironmentReward)
+    args = parsed("--reward_weights", "0")  # it only answers: the model that the critic starts from scores
+    assert args.reward_paths == [args.critic_path] and parts(args) == [("model", 1.0), ("environment", 0.0)]
     args = parsed("--reward_model_name_or_path", "reward", "--reward_weights", "0.5")
     assert parts(args) == [("model", 1.0), ("environment", 0.5)]
     reward = build_reward(args, {}, [EnvironmentReward()], None, [])
@@ -70,7 +72,6 @@ def test_its_weight_comes_last_and_its_name_is_its_own():
     [
         (("--reward_function", "m:f", "--overlap_rewards"), "--overlap_rewards with --environment: .* Leave it out"),
         (("--reward_weights", "1", "2"), "2 weights. They belong to the environment, in this order: give 1 or none"),
-        (("--reward_weights", "0"), "--reward_weights 0.0: every score would be 0"),
         (("--offload_reward_model",), "there is no reward model beside --environment"),
         (("--dialect", "trl_ppo"), "the dialect trl_ppo has .*Give --set .* or another --dialect"),
         (("--set", "sampling=fixed"), "has sampling 'fixed'.* Give --set sampling=until_eos"),

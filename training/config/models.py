@@ -373,6 +373,11 @@ class ScoreFlags(ServerFlags, EnvironmentFlags, FunctionFlags):
         part of the score besides the reward model. All servers together are one part."""
         return [*self.reward_function, *self.reward_url[:1], *filter(None, [self.environment])]
 
+    @property
+    def scores_elsewhere(self) -> bool:
+        """Whether a part of the score comes from elsewhere than reward models; a part of weight 0 is only measured."""
+        return any(self.reward_weights or [1.0] * len(self.other_rewards))
+
 
 def check_reward_url(url: str) -> None:
     """Raise UserError if the URL is invalid or contains a user's name. The message shows no password or key of the
@@ -401,13 +406,14 @@ class ModelFlags(ScoreFlags, RoleLoraFlags, ReferenceFlags):
     critic_model_name_or_path: str | None = flag(
         None,
         "reward model that the critic starts from; by default the first one that reads the actor's token ids. Without "
-        "such a model, and with --reward_function or --reward_url, the critic is the SFT model with a new head. In "
-        "dialects whose critic starts otherwise, or without a critic, it names the reward model only",
+        "such a model, and beside a function, server or environment whose weight is not 0, the critic is the SFT model "
+        "with a new head. In dialects whose critic starts otherwise, or without a critic, it names the reward model "
+        "only",
     )
     reward_model_name_or_path: list[str] = flag(
         [],
-        "reward models; by default the path of the critic, or none with --reward_function or --reward_url. The score "
-        "is their sum, weighted by --reward_model_weight",
+        "reward models; by default the path of the critic, or none beside a function, server or environment whose "
+        "weight is not 0. The score is their sum, weighted by --reward_model_weight",
     )
     max_reward_seq_len: int | None = flag(
         None,
@@ -483,7 +489,7 @@ class ModelFlags(ScoreFlags, RoleLoraFlags, ReferenceFlags):
     @property
     def reward_paths(self) -> list[str]:
         """The reward models' paths; empty if the scores come from functions or a server alone."""
-        if self.reward_model_name_or_path or self.other_rewards or self.critic_model_name_or_path is None:
+        if self.reward_model_name_or_path or self.scores_elsewhere or self.critic_model_name_or_path is None:
             return self.reward_model_name_or_path
         return [self.critic_model_name_or_path]
 
@@ -507,7 +513,7 @@ class ModelFlags(ScoreFlags, RoleLoraFlags, ReferenceFlags):
         no critic."""
         if self.resolved.dialect.critic_start != "reward_model":
             return None
-        if self.critic_model_name_or_path is not None or self.other_rewards:
+        if self.critic_model_name_or_path is not None or self.scores_elsewhere:
             return self.critic_model_name_or_path
         return next((path for path in self.reward_paths if path not in self.text_reward_paths), None)
 

@@ -103,8 +103,8 @@ def test_offload_needs_something_to_offload():
         ),
         (("--overlap_rewards",), "--overlap_rewards needs --reward_function or --reward_url"),
         (
-            ("--reward_function", "m:f", "m:g", "--reward_weights", "0", "0"),
-            "--reward_weights 0.0 0.0: every score would be 0. Give one that is not.",
+            ("--reward_function", "m:f", "--reward_weights", "0", "--reward_model_weight", "0"),
+            "--reward_model_weight 0.0 and --reward_weights 0.0: every score would be 0. Give one that is not.",
         ),
         (("--reward_model_weight", "0"), "--reward_model_weight 0.0: every score would be 0. Give one that is not."),
         (

@@ -41,6 +41,8 @@ def test_a_critic_starts_as_the_dialect_says():
     assert flags(reward_model_name_or_path=["other"]).spec.critic_path == "rm"
     spec = flags(**FUNCTION).spec
     assert spec.critic_path is None and spec.with_critic and not spec.reward_paths
+    spec = flags(reward_function="module:function", reward_weights=[0.0]).spec  # only measured, beside the critic's model
+    assert (spec.critic_path, spec.reward_paths) == ("rm", ("rm",))
 
 
 def test_engines_of_each_kind_of_dialect():
@@ -89,6 +91,7 @@ def test_one_gpu_in_16_bits_has_another_usual_stage(machine, given, stages, tmp_
         ({"critic_model_name_or_path": "other"}, "other"),
         ({"reward_model_name_or_path": ["foreign"]}, None),
         ({"reward_function": ["m:f"]}, None),
+        ({"reward_function": ["m:f"], "reward_weights": [0.0]}, "own"),  # what is only measured changes nothing
         ({"dialect": "openai"}, None),  # whose critic starts with a new head
     ],
 )

@@ -1,0 +1,72 @@
+"""Several reward models of the same pairs, and what a task's judge says of the SFT model's best responses by each.
+
+    python -m scripts.comparison.reward_models judged_quickstart OUTPUT_DIR
+
+OUTPUT_DIR gets the task's models and data, a folder a reward model, and the audit of all. What is there is kept.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean, pstdev
+
+from scripts.comparison.judged import ROOT, STEP2, step2
+from scripts.comparison.tasks import TASKS
+from training.reporting.run_record import METRICS_FILE, read_metrics
+
+WAYS: dict[str, dict[str, float]] = {
+    "epochs2": {"num_train_epochs": 2},
+    "epochs4": {"num_train_epochs": 4},
+    "epochs8_dropout0.4": {"num_train_epochs": 8, "dropout": 0.4},
+    "epochs16_dropout0.2": {"num_train_epochs": 16, "dropout": 0.2},
+    "epochs16_dropout0.4": {"num_train_epochs": 16, "dropout": 0.4},
+}
+"""What differs from the task's own step 2."""
+SEEDS = (1234, 2, 3)  # the first is that of the task's own
+
+
+def main(name: str, home: Path) -> None:
+    """Train what is missing, audit all by the judge, and print a table."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    task = TASKS[name]
+    reason = task.why_not()
+    if reason:
+        sys.exit(reason)
+    task.prepare(home)
+    made = {(way, seed): home / "rewards" / f"{way}_{seed}" for way in WAYS for seed in SEEDS}
+    for (way, seed), folder in made.items():
+        step2(home, folder, **{"dropout": 0.0, **STEP2[name], **WAYS[way], "seed": seed})
+    audit = home / "audit"
+    if not (audit / "audit.json").is_file():
+        words = ["-m", "training.tools.audit", "--sft_model_name_or_path", home / "sft", "--judge", task.judge]
+        words += ["--data_path", home / "data" / "eval_prompts.jsonl", "--output_dir", audit, "--dtype", "fp32"]
+        words += ["--num_samples_per_prompt", 64, "--num_eval_prompts", 96]
+        for flag in ("max_prompt_seq_len", "max_answer_seq_len"):
+            words += [f"--{flag}", STEP2[name][flag]]
+        words += ["--reward_model_name_or_path", *made.values()]
+        subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True)
+    print(table(json.loads((audit / "audit.json").read_text(encoding="utf-8")), task.judge.rpartition(":")[2], made))
+
+
+def table(audit: dict, judge: str, made: dict[tuple[str, int], Path]) -> str:
+    """A row a way; the judge's means are in standard deviations of a response above the mean of all responses."""
+    values = [sample[judge] for sample in audit["samples"]]
+    mean, deviation = fmean(values), pstdev(values)
+    lines = ["|  | pair accuracy | best of 16, judged | best of 64, judged |", "| --- | --- | --- | --- |"]
+    for way in WAYS:
+        rows = []
+        for seed in SEEDS:
+            folder = made[way, seed]
+            steps = read_metrics(folder / METRICS_FILE)
+            accuracy = [row["eval/accuracy"] for row in steps if "eval/accuracy" in row][-1]
+            best = audit["rewards"][folder.name]["best_of"]
+            rows.append((accuracy, *((best[k][judge][0] - mean) / deviation for k in ("16", "64"))))
+        columns = (", ".join(f"{value:.2f}" for value in column) for column in zip(*rows, strict=True))
+        lines.append(f"| {way} | {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]).resolve())
