@@ -41,7 +41,7 @@ def test_a_critic_starts_as_the_dialect_says():
     assert flags(reward_model_name_or_path=["other"]).spec.critic_path == "rm"
     spec = flags(**FUNCTION).spec
     assert spec.critic_path is None and spec.with_critic and not spec.reward_paths
-    spec = flags(reward_function="module:function", reward_weights=[0.0]).spec  # only measured, beside the critic's model
+    spec = flags(reward_function="module:function", reward_weights=[0.0]).spec  # only measured
     assert (spec.critic_path, spec.reward_paths) == ("rm", ("rm",))
 
 
