@@ -169,7 +169,8 @@ class RoleLoraFlags(LoraFlags):
     share_trunk: bool = flag(
         False,
         "one language model in one engine serves as actor, critic, reference and reward model, which differ in "
-        "their adapters and heads; needs --only_optimize_lora",
+        "their adapters and heads; needs --only_optimize_lora, --actor_lora_dim, and a reward model that is an adapter "
+        "on the actor's base",
     )
 
     def validate(self) -> None:
@@ -189,8 +190,8 @@ class FunctionFlags(RunFlags):
     reward_function: list[str] = flag(
         [],
         "functions that score responses: module:function, file.py:function, a RewardSource class (docs/extending.md), "
-        "or the built-in math_verify and format (docs/verifiable.md). A function gets the texts of prompts and "
-        "responses, and columns of the data; it returns a number for each response, or numbers for its steps "
+        "or the built-in math_verify and format (docs/verifiable.md). A function gets some prompts and responses at a "
+        "time as texts, and columns of the data; it returns a number for each response, or numbers for its steps "
         "(docs/step_rewards.md)",
         group="rewards",
     )
@@ -401,13 +402,13 @@ class ModelFlags(ScoreFlags, RoleLoraFlags, ReferenceFlags):
     critic_model_name_or_path: str | None = flag(
         None,
         "reward model that the critic starts from; by default the first one that reads the actor's token ids. Without "
-        "such a model, and with --reward_function or --reward_url, the critic is the SFT model with a new head. In "
-        "dialects whose critic starts otherwise, or without a critic, it names the reward model only",
+        "such a model, and with --reward_function, --reward_url or --environment, the critic is the SFT model with a "
+        "new head. In dialects whose critic starts otherwise, or without a critic, it names the reward model only",
     )
     reward_model_name_or_path: list[str] = flag(
         [],
-        "reward models; by default the path of the critic, or none with --reward_function or --reward_url. The score "
-        "is their sum, weighted by --reward_model_weight",
+        "reward models; by default the path of the critic, or none with --reward_function, --reward_url or "
+        "--environment. The score is their sum, weighted by --reward_model_weight",
     )
     max_reward_seq_len: int | None = flag(
         None,
@@ -424,8 +425,8 @@ class ModelFlags(ScoreFlags, RoleLoraFlags, ReferenceFlags):
     )
     actor_zero_stage: int | None = flag(
         None,
-        "ZeRO stage of the actor (default 0; on a single GPU in 16 bits 1); the reference has stage 3 if the actor "
-        "has, else 0",
+        "ZeRO stage of the actor (default 0; on a single GPU in 16 bits 1); the reference, and without a critic the "
+        "reward models, have stage 3 if the actor has, else 0",
         least=0,
         most=3,
         group="engines",
