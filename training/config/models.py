@@ -190,8 +190,8 @@ class FunctionFlags(RunFlags):
     reward_function: list[str] = flag(
         [],
         "functions that score responses: module:function, file.py:function, a RewardSource class (docs/extending.md), "
-        "or the built-in math_verify and format (docs/verifiable.md). A function gets some prompts and responses at a "
-        "time as texts, and columns of the data; it returns a number for each response, or numbers for its steps "
+        "or the built-in math_verify and format (docs/verifiable.md). A function gets the texts of some prompts and "
+        "responses at a time, and columns of the data; it returns a number for each response, or numbers for its steps "
         "(docs/step_rewards.md)",
         group="rewards",
     )
