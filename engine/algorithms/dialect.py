@@ -68,8 +68,8 @@ class Dialect:
     )
     kl_update: str = choice(
         "step",
-        "with kl_controller=adaptive: the coefficient changes after each step, or after each PPO epoch, for which the "
-        "responses of one mini-batch count towards kl_horizon",
+        "with kl_controller=adaptive: the coefficient changes after each step, or after each PPO epoch, for which one "
+        "rank's responses of one mini-batch count towards kl_horizon",
         choices=("step", "epoch"),
         only_with="kl_controller=adaptive",
     )
@@ -103,11 +103,15 @@ class Dialect:
 
     query_start: str = choice(
         "",
-        "the prompt begins after the first occurrence of this token: eos for the tokenizer's EOS, or any text of "
-        "one token; empty: no such rule",
+        "the prompt begins after the first occurrence of this token, and a text without it is left out: eos for the "
+        "tokenizer's EOS, or any text of one token; empty: no such rule",
         group="texts",
     )
-    query_end: str = choice("", "the prompt ends with the last occurrence of this token, given as in query_start")
+    query_end: str = choice(
+        "",
+        "the prompt ends with the last occurrence of this token, and a text without it is left out; given as in "
+        "query_start",
+    )
     truncate_token: str = choice(
         "", "the scored text ends with the first occurrence of this token, given as in query_start"
     )
@@ -265,7 +269,9 @@ class Dialect:
         choices=("rollout", "mini_batch", "micro_batch"),
     )
     whiten_rewards: bool = choice(False, "scale rewards to variance 1, and keep their mean")
-    whiten_advantages: bool = choice(True, "scale advantages to mean 0 and variance 1 over all tokens")
+    whiten_advantages: bool = choice(
+        True, "scale advantages to mean 0 and variance 1 over all tokens; with grpo or rloo over all responses"
+    )
     whiten_positions: str = choice(
         "response",
         "positions over which whitening takes mean and variance: those of the response, or the whole padded row",

@@ -143,8 +143,8 @@ class RunFlags(TokenizerFlags):
     )
     preflight: bool = flag(
         False,
-        "start the ranks on all nodes, make the checks that come before models are loaded, and end: exit code 0 if all "
-        "nodes are fit, else 2",
+        "in steps 1 to 3: start the ranks on all nodes, make the checks that come before models are loaded, and end: "
+        "exit code 0 if all nodes are fit, else 2",
     )
     seed: int = flag(1234, "seed of data order, new weights and sampling", least=0, most=2**31 - 1)
     dtype: str | None = flag(
@@ -190,8 +190,8 @@ class RunFlags(TokenizerFlags):
     )
     timeout_minutes: float = flag(
         30.0,
-        "end the run after this many minutes in which no rank begins another pass through a model or another phase, "
-        "and none reads, tokenises, loads or writes",
+        "end the run after this many minutes in which no rank begins another pass through a model, another call of a "
+        "reward or another phase, and none reads, tokenises, loads or writes",
         above=0,
         finite=False,
     )
@@ -345,7 +345,8 @@ class HubFlags(RunFlags):
 
     push_to_hub: bool = flag(
         False,
-        "upload the trained model (step 3: the actor) to the Hugging Face Hub when the run has ended well",
+        "upload the trained model (step 3: the actor) to the Hugging Face Hub at the run's end, unless the verdict is "
+        "BROKEN",
         group="sharing",
         only_with="hub_model_id",
     )
@@ -380,7 +381,7 @@ class RestartFlags(RunFlags):
     keep_best_checkpoint: bool = flag(
         False,
         "also keep the checkpoint with the best held-out score; one is written whenever an evaluation finds a "
-        "better score",
+        "better score (in step 3 give --eval_steps, too)",
         only_with="keep_checkpoints",
     )
     async_checkpoints: bool = flag(
@@ -434,8 +435,8 @@ class DataFlags(RunFlags):
     )
     eval_data_path: list[str] = flag(
         [],
-        "data sets with held-out rows; by default those of each data set of --data_path: its test split, else some of "
-        "its rows",
+        "data sets with held-out rows; by default those of each data set of --data_path: its split test, validation or "
+        "eval, else some of its rows",
     )
     overlong: str = flag(
         "cut_prompt",

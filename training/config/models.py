@@ -169,7 +169,8 @@ class RoleLoraFlags(LoraFlags):
     share_trunk: bool = flag(
         False,
         "one language model in one engine serves as actor, critic, reference and reward model, which differ in "
-        "their adapters and heads; needs --only_optimize_lora",
+        "their adapters and heads; needs --only_optimize_lora, --actor_lora_dim, and a reward model that is an adapter "
+        "on the actor's base",
     )
 
     def validate(self) -> None:
@@ -189,8 +190,8 @@ class FunctionFlags(RunFlags):
     reward_function: list[str] = flag(
         [],
         "functions that score responses: module:function, file.py:function, a RewardSource class (docs/extending.md), "
-        "or the built-in math_verify and format (docs/verifiable.md). A function gets the texts of prompts and "
-        "responses, and columns of the data; it returns a number for each response, or numbers for its steps "
+        "or the built-in math_verify and format (docs/verifiable.md). A function gets the texts of some prompts and "
+        "responses at a time, and columns of the data; it returns a number for each response, or numbers for its steps "
         "(docs/step_rewards.md)",
         group="rewards",
     )
@@ -430,8 +431,8 @@ class ModelFlags(ScoreFlags, RoleLoraFlags, ReferenceFlags):
     )
     actor_zero_stage: int | None = flag(
         None,
-        "ZeRO stage of the actor (default 0; on a single GPU in 16 bits 1); the reference has stage 3 if the actor "
-        "has, else 0",
+        "ZeRO stage of the actor (default 0; on a single GPU in 16 bits 1); the reference, and without a critic the "
+        "reward models, have stage 3 if the actor has, else 0",
         least=0,
         most=3,
         group="engines",

@@ -290,7 +290,8 @@ def _with_defaults(arguments_class: type[ProgramFlags], words: list[str], say: C
     if "defaults" not in given:
         return words
     values = DEFAULTS[given["defaults"]][arguments_class.phase]
-    kept = {name: value for name, value in arguments_class.not_overridden(values, given).items() if name not in given}
+    known = arguments_class.__dataclass_fields__.keys() - given  # a tool lacks some flags of step 3
+    kept = {name: value for name, value in arguments_class.not_overridden(values, given).items() if name in known}
     taken = [f"--{name}={value}" for name, value in kept.items()]
     say(f"--defaults {given['defaults']}: {' '.join(taken).replace('=', ' ')}")
     return [*taken, *words]

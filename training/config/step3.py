@@ -36,14 +36,15 @@ class RolloutFlags(RunFlags):
     )
     replicas_between_steps: str = flag(
         "keep",
-        "whether the actor's copy stays while models train (keep), or its memory is freed (free)",
+        "whether keys and values, and with --actor_zero_stage 3 the actor's copy, stay in memory while models train "
+        "(keep), or are freed (free), which makes --decoding plain",
         choices=("keep", "free"),
         only_with=COPIES,
     )
     inference_tp_size: int | None = flag(
         None,
-        "number of neighbouring ranks of a node that hold the actor's copy together (tensor parallelism); by default "
-        "as few as memory allows (auto), or 1 (replica)",
+        "with --actor_zero_stage 3: number of neighbouring ranks of a node that hold the actor's copy together (tensor "
+        "parallelism); by default as few as memory allows (auto), or 1 (replica)",
         least=1,
         only_with="rollout_backend=auto|replica",
     )

@@ -41,7 +41,10 @@ class SupervisedFlags(HubFlags, RestartFlags, ModelLoraFlags, DataFlags):
     num_warmup_steps: int = flag(0, "optimizer steps in which the learning rate rises to its peak", least=0)
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm; 0: no clipping", least=0)
     eval_interval: int = flag(
-        0, "optimizer steps between evaluations within an epoch; 0: only after each epoch", least=0
+        0,
+        "optimizer steps between evaluations, beside those before the first step, after each epoch and after the last "
+        "step; 0: none",
+        least=0,
     )
     zero_stage: int | None = flag(
         None, "ZeRO stage (default 0; on a single GPU in 16 bits 1)", least=0, most=3, group="engine"

@@ -30,7 +30,8 @@ Search this page for a flag or a word. A program's `--help` shows the flags of t
 has. `python -m training.tools.flag_docs` makes the page.
 
 The column "of" names commands of `four-engine-rlhf`: sft, reward and ppo are steps 1, 2 and 3. "steps" stands for these
-three, "tools" for merge, compare and audit. plan also takes the flags of ppo.
+three, "tools" for merge, compare and audit. plan also takes the flags of ppo. The tools write no metrics: there
+--report_to and the flags of TensorBoard do nothing.
 
 Every flag can also stand in a YAML file (`--config run.yaml`, keys without dashes, flags on the command line win):
 

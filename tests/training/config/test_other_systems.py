@@ -17,6 +17,7 @@ from training.config.models import LEARNING_RATE
 from training.config.other_systems import PAGES
 from training.config.parsing import STEPS, parse_flags
 from training.config.supervised import SFTFlags
+from training.tools.audit.flags import AuditFlags
 
 OLDER = {
     1: ("deepspeed", "disable_dropout"),
@@ -121,3 +122,10 @@ def test_a_field_that_is_set_wins_over_named_defaults():
     step3 = next(one for one, step in STEPS.items() if step == 3)
     args = parse("--defaults", "deepspeed_chat", "--set", "mini_batches=4", flags_class=step3)
     assert args.resolved.changed == {"mini_batches": (1, 4)}
+
+
+def test_a_tool_takes_the_defaults_that_it_has_flags_for():
+    """The held-out prompts of a run with --defaults are found with the same flag."""
+    words = "--output_dir o --sft_model_name_or_path m --reward_model_name_or_path r --defaults deepspeed_chat"
+    args = parse_flags(AuditFlags, words.split(), "")
+    assert (args.data_path, args.data_split, args.overlong) == (["Dahoas/rm-static"], "2,4,4", "cut_answer")
