@@ -1,6 +1,6 @@
 """Several reward models of the same pairs, and what a task's judge says of the SFT model's best responses by each.
 
-    python -m scripts.comparison.reward_models judged_quickstart OUTPUT_DIR
+    python -m scripts.comparison.reward_models judged_reviews OUTPUT_DIR epochs2 epochs4      # by default all WAYS
 
 OUTPUT_DIR gets the task's models and data, a folder a reward model, and the audit of all. What is there is kept.
 """
@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -27,7 +28,7 @@ WAYS: dict[str, dict[str, float]] = {
 SEEDS = (1234, 2, 3)  # the first is that of the task's own
 
 
-def main(name: str, home: Path) -> None:
+def main(name: str, home: Path, ways: Sequence[str]) -> None:
     """Train what is missing, audit all by the judge, and print a table."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     task = TASKS[name]
@@ -35,7 +36,7 @@ def main(name: str, home: Path) -> None:
     if reason:
         sys.exit(reason)
     task.prepare(home)
-    made = {(way, seed): home / "rewards" / f"{way}_{seed}" for way in WAYS for seed in SEEDS}
+    made = {(way, seed): home / "rewards" / f"{way}_{seed}" for way in ways for seed in SEEDS}
     for (way, seed), folder in made.items():
         step2(home, folder, **{"dropout": 0.0, **STEP2[name], **WAYS[way], "seed": seed})
     audit = home / "audit"
@@ -55,7 +56,7 @@ def table(audit: dict, judge: str, made: dict[tuple[str, int], Path]) -> str:
     values = [sample[judge] for sample in audit["samples"]]
     mean, deviation = fmean(values), pstdev(values)
     lines = ["|  | pair accuracy | best of 16, judged | best of 64, judged |", "| --- | --- | --- | --- |"]
-    for way in WAYS:
+    for way in dict.fromkeys(way for way, _ in made):
         rows = []
         for seed in SEEDS:
             folder = made[way, seed]
@@ -69,4 +70,4 @@ def table(audit: dict, judge: str, made: dict[tuple[str, int], Path]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]).resolve())
+    main(sys.argv[1], Path(sys.argv[2]).resolve(), sys.argv[3:] or list(WAYS))
