@@ -139,7 +139,8 @@ UNTOLD = ("local_rank", "help")
 """Flags that every program has. They are never suggested in place of a misspelt flag."""
 
 
-NEGATIVE = re.compile(r"-(inf|nan|[\d.]+(e[-+]?\d+)?)$", re.IGNORECASE)
+VALUE = re.compile(r"---|--?[^-a-z]|-(inf|nan)$", re.IGNORECASE)
+"""A word that begins with a dash but is a value: a negative number, or a text such as "---" that no flag is called."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -206,7 +207,7 @@ def _parser(arguments_class: type[ProgramFlags], defaults: bool = True, groups: 
     {heading: flags} if not all flags are wanted."""
     parser = _Parser(prog=running_command(), allow_abbrev=False, argument_default=argparse.SUPPRESS, add_help=False)
     parser.flags = arguments_class
-    parser._negative_number_matcher = NEGATIVE  # argparse's own takes a negative number with an exponent for a flag
+    parser._negative_number_matcher = VALUE  # argparse's own knows negative numbers without an exponent
     parser.add_argument("--local_rank", type=int, default=-1, help=argparse.SUPPRESS)  # given by the launcher
     hints = typing.get_type_hints(arguments_class)
     for heading, specs in (by_group(arguments_class) if groups is None else groups).items():
@@ -234,7 +235,7 @@ def _refuse_unknown(arguments_class: type[ProgramFlags], argv: Sequence[str], kn
     for place, word in enumerate(argv):
         name, sign, value = word.partition("=")
         dotted = sign and "." in name and step and flag_of_other_systems(name, step)  # verl's flags have no dashes
-        if dotted or (name.startswith("--") and name[2:] not in (*known, *UNTOLD)):
+        if dotted or (name.startswith("--") and name[2:] not in (*known, *UNTOLD) and not VALUE.match(word)):
             following = argv[place + 1] if place + 1 < len(argv) else "--"
             value = value if sign else "VALUE" if following.startswith("--") else following
             hint = _hint(arguments_class, name.removeprefix("--"), value, known, "--")
@@ -309,7 +310,7 @@ def _words(path: str, key: str, value) -> list[str]:
     texts = [str(item).lower() if isinstance(item, bool) else str(item) for item in values]
     if len(texts) == 1:
         return [f"--{key}={texts[0]}"]
-    if any(text.startswith("--") for text in texts):
+    if any(text.startswith("--") and not VALUE.match(text) for text in texts):
         raise UserError(f"{path}, key {key}: a value that begins with -- cannot be in a list.")
     return [f"--{key}", *texts]
 

@@ -163,6 +163,11 @@ def _import_failed(error: BaseException, module: str, what: str) -> str:
 
 
 def _check_parameters(function: Callable, what: str) -> None:
+    if inspect.isclass(function) and not is_source(function):
+        raise UserError(
+            f"{what}: it is a class, and calling it scores nothing. Name an object of it, or let it inherit from "
+            "engine.reward.base.RewardSource."
+        )
     try:
         signature = inspect.signature(function)
     except ValueError:
@@ -180,9 +185,7 @@ def _check_parameters(function: Callable, what: str) -> None:
         called = "the prompts and the responses, and by name with rows, or columns of the data"
         Signature.of(function)
     except TypeError as error:
-        stranger = inspect.isclass(function) and not is_source(function)
-        hint = " Name an object of it, or let it inherit from engine.reward.base.RewardSource." if stranger else ""
-        raise UserError(f"{what}: it takes {signature}, but is called with {called} ({error}).{hint}") from None
+        raise UserError(f"{what}: it takes {signature}, but is called with {called} ({error}).") from None
 
 
 def _origin(module: ModuleType) -> str:

@@ -56,7 +56,7 @@ from engine.experience import Experience, TrainingBatch
 from engine.rlhf_engine import RLHFEngine
 from engine.zero.engines import TrainedModel
 from training.reporting.health import ALARM, KL_FAR, at_end, column, score_unmoved
-from training.reporting.standard_errors import NOISE, of_one_reward, scored_otherwise
+from training.reporting.standard_errors import NOISE, evaluations, of_one_reward, scored_otherwise
 
 SHOWN = 2  # number of samples that a message shows of each rank
 
@@ -289,13 +289,9 @@ class Change:
     @classmethod
     def of(cls, rows: Sequence[Mapping], name: str) -> "Change | None":
         """The change of the metric eval/`name`; None unless it was measured both before the first step and later."""
-        measured = [row for row in rows if f"eval/{name}" in row]
-        first = [row for row in measured if row["step"] == 0]
-        last = [row for row in measured if row["step"] > 0]
-        if not first or not last:
-            return None
-        error = last[-1].get(f"eval/{name}_change_se", 0.0)
-        return cls(first[0][f"eval/{name}"], last[-1][f"eval/{name}"], NOISE * error)
+        name = f"eval/{name}"
+        first, last = evaluations(rows, [name])
+        return cls(first[name], last[name], NOISE * last.get(f"{name}_change_se", 0.0)) if first and last else None
 
 
 def of_sft(rows: Sequence[Mapping], vocabulary: int) -> Verdict:

@@ -84,16 +84,16 @@ def at_end(rows: Sequence[Mapping], name: str) -> float | None:
 
 
 def noise(values: Sequence[float]) -> float:
-    """The standard deviation of a curve around its trend, estimated from the differences of neighbouring values.
-    values: at least 2 values."""
-    return (fmean((b - a) ** 2 for a, b in itertools.pairwise(values)) / 2) ** 0.5
+    """The standard deviation of a curve around its trend, estimated from the differences of neighbouring values; 0 if
+    there is one value."""
+    return (fmean([(b - a) ** 2 for a, b in itertools.pairwise(values)] or [0.0]) / 2) ** 0.5
 
 
 def smoothed(rows: Sequence[Mapping], name: str) -> tuple[list[float], float]:
-    """(the means of a metric over all stretches of a tenth of the run, of at least 2 values; NOISE standard errors of
-    the difference of two such means). The rows all have the metric, and are at least 2."""
+    """(the means of a metric over all stretches of a tenth of the run, of 2 values if there are as many; NOISE standard
+    errors of the difference of two such means). The rows all have the metric."""
     values = column(rows, name)
-    window = max(2, int(SHARE * len(values)))
+    window = min(max(2, int(SHARE * len(values))), len(values))
     means = [fmean(values[i : i + window]) for i in range(len(values) - window + 1)]
     return means, NOISE * noise(values) * (2 / window) ** 0.5
 
@@ -330,8 +330,8 @@ LONGER, SHORTER = 1.5, 0.67
 """Response length at the end / at the start of the run. A reward model may prefer long (or short) responses as such."""
 FEW_ENDED, HALVED = 0.1, 0.5
 """FEW_ENDED: share of responses that end by themselves. Below it, nearly all responses are cut off at the length limit,
-and are scored unfinished. HALVED: limit of that share at the end / at the start. The score of an unfinished response is
-close to noise."""
+and are scored unfinished. HALVED: limit of that share at the end / before. The score of an unfinished response is close
+to noise."""
 FAILED, MANY_FAILED = 0.01, 0.2
 """Share of conversations that an error of the environment ended. A few time-outs teach little that is wrong; a fifth
 of the conversations does."""
@@ -373,8 +373,13 @@ length_shrank = by_ends(
 
 def few_ended(rows: Sequence[Mapping]) -> Finding | None:
     """Hardly any response ends by itself: one step is enough to see this. Or the share of those that do has halved."""
-    first, last = at_start(rows, "rollout/eos_rate"), at_end(rows, "rollout/eos_rate")
-    if first is None or last is None or (last >= FEW_ENDED and not ends_halved(rows)):
+    shares = having(rows, ENDS)
+    if not shares:
+        return None
+    means, error = smoothed(shares, ENDS)
+    first, last = means[0], means[-1]
+    halved = len(shares) >= FEWEST_STEPS and last < min(HALVED * first, first - 2 * error)
+    if last >= FEW_ENDED and not halved:
         return None
     if having(rows, "rollout/after_eos"):
         return Finding(
@@ -403,15 +408,6 @@ def few_ended(rows: Sequence[Mapping]) -> Finding | None:
     if first < FEW_ENDED:
         advice = "They did not from the start: raise --max_answer_seq_len, and see that the SFT data ends with EOS."
     return Finding(LOOK, f"{last:.0%} of responses ended by themselves at the end, the others hit the limit", advice)
-
-
-def ends_halved(rows: Sequence[Mapping]) -> bool:
-    """Whether the share of responses that end by themselves has fallen by half, and by more than noise."""
-    present = having(rows, "rollout/eos_rate")
-    if len(present) < FEWEST_STEPS:
-        return False
-    means, error = smoothed(present, "rollout/eos_rate")
-    return means[-1] < min(HALVED * means[0], means[0] - 2 * error)
 
 
 environment_failed = by_ends(
@@ -541,7 +537,8 @@ def over_optimised_since(rows: Sequence[Mapping]) -> TurningPoint | None:
         both = "objective/entropy", "objective/kl_per_token"
         likely = [row | {LIKELIHOOD: -sum(row[name] for name in both)} for row in rows if {*both} <= row.keys()]
         fell = None if reference_moved(rows) else turning_point(likely, LIKELIHOOD)
-        turns = [turning_point(rows, ENDS) if ends_halved(rows) else None]
+        ended = turning_point(rows, ENDS)
+        turns = [ended if ended is not None and ended.last < HALVED * ended.best else None]
         if fell is not None and fell.best - fell.last > UNLIKELIER and at_end(rows, "objective/kl") > ENOUGH_KL:
             turns.append(fell)
     return min((one for one in turns if one is not None), key=lambda one: one.step, default=None)

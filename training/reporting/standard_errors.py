@@ -116,6 +116,25 @@ def with_error(value: float, error: float | None, sign: str = "") -> str:
     return f"{value:{sign}.{digits}f}" + ("" if error is None else f" ± {error:.{digits}f}")
 
 
+def cell(metrics: Mapping[str, float], name: str, sign: str = "") -> str:
+    """`with_error` of a metric; "" if it was not measured."""
+    return with_error(metrics[name], metrics.get(f"{name}_se"), sign) if name in metrics else ""
+
+
+def change_cell(first: Mapping[str, float], last: Mapping[str, float], name: str) -> str:
+    """`with_error` of a metric's change since before the first step; "" if it is not known. first, last: as from
+    `evaluations`. If the run was resumed in another folder, the first one is not in this folder's metrics."""
+    if f"{name}_change" in last or name not in first or name not in last:
+        return cell(last, f"{name}_change", "+")
+    return with_error(last[name] - first[name], None, "+")
+
+
+def noisy(metrics: Mapping[str, float], name: str) -> bool:
+    """Whether the metric's change since before the first step, and its standard error, are known, and it is noise."""
+    change, error = f"{name}_change", f"{name}_change_se"
+    return {change, error} <= metrics.keys() and within_noise(metrics[change], metrics[error])
+
+
 def value_text(metrics: Mapping[str, float], name: str) -> str:
     """A text with a metric and its standard error, such as "12.34 ± 0.21"; the metric alone if it has no error."""
     error = metrics.get(f"{name}_se")
@@ -145,6 +164,14 @@ def metrics_text(metrics: Mapping[str, float]) -> str:
     """All metrics in one line, each with its standard error, without changes."""
     names = [name for name in metrics if not name.endswith(ENDINGS)]
     return ", ".join(f"{name} {value_text(metrics, name)}" for name in names)
+
+
+def evaluations(rows: Sequence[Mapping], names: Collection[str]) -> tuple[Mapping, Mapping]:
+    """(the line of metrics with the evaluation before the first step, that with the latest one after it), {} for an
+    evaluation that does not exist. names: metrics of which an evaluation has one."""
+    measured = [row for row in rows if not row.keys().isdisjoint(names)]
+    first = next((row for row in measured if row["step"] == 0), {})
+    return first, next((row for row in reversed(measured) if row["step"] > 0), {})
 
 
 OF_RESPONSES = ("kl", "response_length", "new_words", "likelihood")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from training.reporting.health import Finding, health
 from training.reporting.run_record import METRICS_FILE, read_metrics
-from training.reporting.standard_errors import ENDINGS, NOISE, scored_otherwise, with_error, within_noise
+from training.reporting.standard_errors import ENDINGS, NOISE, cell, change_cell, evaluations, noisy, scored_otherwise
 from training.runtime.stopping import unwritten_noted
 
 
@@ -53,13 +53,11 @@ class RunSummary:
         since: the time that has passed since the last record, from `WallClock.take`. saved: {name of a saved model: its
         folder}.
         """
-        evaluations = [row for row in rows if "eval/score" in row]
-        first = [row for row in evaluations if row["step"] == 0]
-        last = [row for row in evaluations if row["step"] > 0]
-        other_reward = any(map(scored_otherwise, last[-1:]))
+        first, last = evaluations(rows, ["eval/score"])
+        other_reward = scored_otherwise(last)
         return cls(
             before=_evaluation(first, without=("eval/score", PART) if other_reward else ()),
-            after=_evaluation(last[-1:]),
+            after=_evaluation(last),
             steps=max((row["step"] for row in rows), default=0),
             responses=max((row["samples"] for row in rows), default=0),
             phase_seconds=seconds_by_part([*rows, since or {}]),
@@ -69,10 +67,9 @@ class RunSummary:
         )
 
 
-def _evaluation(rows: Sequence[Mapping], without: tuple[str, ...] = ()) -> dict[str, float]:
+def _evaluation(row: Mapping, without: tuple[str, ...] = ()) -> dict[str, float]:
     """The metrics of an evaluation, without those whose names begin with one of `without`."""
-    found = {name: value for row in rows for name, value in row.items() if name.startswith("eval/")}
-    return {name: value for name, value in found.items() if not name.startswith(without)}
+    return {name: value for name, value in row.items() if name.startswith("eval/") and not name.startswith(without)}
 
 
 EVALUATED = (
@@ -114,14 +111,12 @@ def _evaluation_lines(summary: RunSummary) -> list[str]:
     width, room = 18 if errors else 12, max(22, *(len(label) for label, _, _ in names))
     lines, unclear = [], []
     for label, name, ema_name in names:
-        before, after = (_number(metrics, name) for metrics in (summary.before, summary.after))
+        before, after = (cell(metrics, name) for metrics in (summary.before, summary.after))
         if not before and not after:
             continue
-        averaged = _number(summary.after, ema_name)
-        numbers = (before, after, _change(summary, name), averaged)
+        numbers = (before, after, change_cell(summary.before, summary.after, name), cell(summary.after, ema_name))
         lines.append(f"  {label:<{room}}{''.join(f' {number:>{width - 1}}' for number in numbers)}".rstrip())
-        change, error = (summary.after.get(f"{name}_{what}") for what in ("change", "change_se"))
-        if change is not None and error is not None and within_noise(change, error):
+        if noisy(summary.after, name):
             unclear.append(label)
     if not lines:
         return ["held-out prompts: not evaluated"]
@@ -134,20 +129,6 @@ def _evaluation_lines(summary: RunSummary) -> list[str]:
     if unclear:
         lines.append(f"  within noise ({NOISE:g} standard errors): the change of {', '.join(unclear)}")
     return lines
-
-
-def _number(metrics: Mapping[str, float], name: str) -> str:
-    return with_error(metrics[name], metrics.get(f"{name}_se")) if name in metrics else ""
-
-
-def _change(summary: RunSummary, name: str) -> str:
-    """A text with the change of a metric since before the first step. If the run was resumed in another folder, the
-    first evaluation is not in this folder's metrics, and the change is read from the metric NAME_change."""
-    if f"{name}_change" in summary.after:
-        return with_error(summary.after[f"{name}_change"], summary.after.get(f"{name}_change_se"), sign="+")
-    if name in summary.before and name in summary.after:
-        return with_error(summary.after[name] - summary.before[name], None, sign="+")
-    return ""
 
 
 def _health_lines(summary: RunSummary) -> list[str]:

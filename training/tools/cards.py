@@ -40,7 +40,7 @@ from training.data.row_selection import listed
 from training.data.sources import DEEPSPEED_CHAT_FILES, is_path, name_and_split
 from training.reporting.guards import Kind
 from training.reporting.run_record import METRICS_FILE, RUN_FILE, git_state, read_metrics, read_run_record, versions
-from training.reporting.standard_errors import scored_otherwise, with_error
+from training.reporting.standard_errors import cell, evaluations, scored_otherwise
 from training.reporting.summary import EVALUATED
 from training.runtime.callbacks import Callback
 from training.runtime.output_folder import model_files
@@ -135,7 +135,7 @@ def merge_card(source: Mapping, versions: Mapping[str, str | None], git: Mapping
     measured = source.get("measured")
     held_out = "Not measured."
     if measured:
-        score, kl = (with_error(measured[name], measured.get(f"{name}_se")) for name in ("score", "kl"))
+        score, kl = (cell(measured, name) for name in ("score", "kl"))
         held_out = f"score {score}, KL to the SFT model {kl} nats a response, on the prompts that chose the scale"
     origins = [("SFT model", sft), *(("trained from it", path) for path in trained)]
     parts = {
@@ -165,21 +165,15 @@ def _card(role: str, adapter: bool, base: Sequence[str], datasets: Sequence[str]
 def _held_out(rows: Sequence[Mapping], kind: str, averaged: str) -> str:
     """A table of held-out metrics before the first step and after the last one. averaged: the prefix of the metrics of
     averaged weights; "" for the trained ones."""
-    measured = [row for row in rows if f"eval/{HELD_OUT[kind][0][1]}" in row]
-    first = next((row for row in measured if row["step"] == 0), {})
-    last = next((row for row in reversed(measured) if row["step"] > 0), {})
-
-    def number(row: Mapping, name: str, sign: str = "") -> str:
-        return with_error(row[name], row.get(f"{name}_se"), sign=sign) if name in row else ""
-
+    first, last = evaluations(rows, [f"eval/{HELD_OUT[kind][0][1]}"])
     lines = ["| | before | after | change |", "| --- | --- | --- | --- |"]
     for label, key in HELD_OUT[kind]:
-        before = "" if key == "score" and scored_otherwise(last) else number(first, f"eval/{key}")
-        after, change = number(last, f"eval/{averaged}{key}"), number(last, f"eval/{averaged}{key}_change", "+")
+        before = "" if key == "score" and scored_otherwise(last) else cell(first, f"eval/{key}")
+        after, change = cell(last, f"eval/{averaged}{key}"), cell(last, f"eval/{averaged}{key}_change", "+")
         if before or after:
             lines.append(f"| {label} | {before} | {after} | {change} |")
     lines.append("\n± is one standard error; a change's is paired, of the differences example by example.")
-    return "\n".join(lines) if measured else "Not measured."
+    return "\n".join(lines) if first or last else "Not measured."
 
 
 def _made_with(versions: Mapping[str, str | None], git: Mapping | None) -> str:

@@ -41,6 +41,7 @@ def test_truth_values():
 
 def test_lists():
     assert parse("--stop", "END", "a b", "--quick").stop == ["END", "a b"]
+    assert parse("--stop", "---", "-->", "---END", "END", "--quick").stop == ["---", "-->", "---END", "END"]
     assert "--stop" in refusal("--stop")
     first = parse()
     first.stop.append("changed")

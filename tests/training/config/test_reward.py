@@ -179,6 +179,7 @@ def test_of_a_file_and_of_what_stands_beside_it(module, tmp_path, monkeypatch):
         ("nowhere/reward.py:f", "there is no file nowhere/reward.py"),
         ("json:nothing", "json/__init__.py has no nothing"),
         ("json:__doc__", "which cannot be called"),
+        ("torch.nn:Module", "it is a class"),
     ],
 )
 def test_what_cannot_be_found(module, name, told):

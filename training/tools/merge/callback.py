@@ -56,8 +56,8 @@ def merge_command(args: RLHFFlags, dialect: Any, trained: Path, rows: list[dict]
     if args.reward_paths:
         words += ["--reward_model_name_or_path", *args.reward_paths]
     for spec in dataclasses.fields(MergeFlags):
-        value = getattr(args, spec.name, None)
-        if spec.name not in OF_THE_RUN and hasattr(args, spec.name) and value != default_of(spec):
+        value = getattr(args, spec.name, default_of(spec))
+        if spec.name not in OF_THE_RUN and value != default_of(spec):
             values = value if isinstance(value, list) else [str(value).lower() if isinstance(value, bool) else value]
             single = len(values) == 1 and str(values[0]).startswith("-")  # bare it would be taken for a flag
             words += [f"--{spec.name}={values[0]}"] if single else [f"--{spec.name}", *map(str, values)]

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from engine.algo.weight_changes import METHODS
-from engine.engine_spec import EngineSpec
 from engine.errors import UserError
 from training.config.flags import REQUIRED, flag
 from training.config.models import ScoreFlags, refuse_twice
@@ -91,7 +90,3 @@ class MergeFlags(MeasuringFlags, ScoreFlags):
         """The scales to measure, in rising order, including 0 (the SFT model) and --scale; [] without prompts."""
         chosen = [] if self.scale is None else [self.scale]
         return sorted({0.0, *self.scales, *chosen}) if self.data_path else []
-
-    def engine_spec(self) -> EngineSpec:
-        """The specification of the measuring engines."""
-        return self.spec_of(self.sft_model_name_or_path)

@@ -43,7 +43,7 @@ class Frontier(Measuring):
 
     def __init__(self, args: MergeFlags, held_out: HeldOut):
         sft = args.sft_model_name_or_path
-        super().__init__(args, args.engine_spec(), held_out, [sft])
+        super().__init__(args, args.spec_of(sft), held_out, [sft])
         self.choose_by, self.kl_coef = args.choose_by or SCORE, args.kl_coef
         self.policy = self.loaded(sft, "actor")
         reward = build_reward(args, load_functions(args), self.rewards, held_out.tokenizer, self.texts.rows)

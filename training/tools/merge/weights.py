@@ -56,7 +56,7 @@ class MergedWeights(Mapping[str, Tensor]):
         self.sft = sft
         self.trained = trained
         self.scale = scale
-        self.change = METHODS[method]
+        self.method = method
 
     def shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape and dtype of a merged tensor, without computing it."""
@@ -71,7 +71,7 @@ class MergedWeights(Mapping[str, Tensor]):
             return start
         base = start.float()
         changes = [torch.empty(base.shape).copy_(model[name]).sub_(base) for model in self.trained]
-        found = base.add_(self.change(changes), alpha=self.scale).to(start.dtype)
+        found = base.add_(METHODS[self.method](changes), alpha=self.scale).to(start.dtype)
         if found.numel() and not all(map(torch.isfinite, torch.aminmax(found))):
             raise UserError(
                 f"--scales {self.scale:g}: {name} has numbers that are NaN or infinite in {start.dtype}. Look at the "
@@ -88,9 +88,7 @@ class MergedWeights(Mapping[str, Tensor]):
 
     def only(self, names: Sequence[str]) -> "MergedWeights":
         """The merged weights of these names."""
-        part = MergedWeights({name: self.sft[name] for name in names}, self.trained, self.scale)
-        part.change = self.change
-        return part
+        return MergedWeights({name: self.sft[name] for name in names}, self.trained, self.scale, self.method)
 
 
 def stored_weights(path: str, what: str, trust_remote_code: bool = False) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from engine.files import parsed_json, without_links
 from training.reporting.health import health
 from training.reporting.run_record import METRICS_FILE, RUN_FILE, read_metrics, read_run_record
 from training.reporting.sinks import PPO_VIEW, REWARD_VIEW, SFT_VIEW, View, averaged_view
-from training.reporting.standard_errors import ENDINGS, scored_otherwise, with_error, within_noise
+from training.reporting.standard_errors import ENDINGS, cell, change_cell, evaluations, noisy, scored_otherwise
 from training.reporting.summary import PART
 from training.tools.pages.page import Response, SampleRow, Samples, document, dot, sample_data, sample_section, table
 
@@ -191,16 +191,6 @@ def _missing(runs: Sequence[Run]) -> str:
     return f'<ul class="verdicts">{"".join(lines)}</ul>' if lines else ""
 
 
-def evaluations(run: Run) -> tuple[Mapping, Mapping]:
-    """(metrics of the evaluation before the first step, metrics of the latest evaluation after it). {} for an
-    evaluation that does not exist."""
-    metrics = [metric for _, metric in _measured(run)]
-    found = [row for row in run.rows if any(metric in row for metric in metrics)]
-    first = next((row for row in found if row["step"] == 0), {})
-    last = next((row for row in reversed(found) if row["step"] > 0), {})
-    return first, last
-
-
 def _measured(run: Run) -> list[tuple[str, str]]:
     """(title, metric) for each metric that is measured on held-out examples."""
     return [(title, metric) for charts in run.view.held_out.values() for title, metric in charts.items()]
@@ -213,12 +203,13 @@ def _held_out(runs: Sequence[Run]) -> str:
         if metric.endswith("_change"):
             continue
         for place, run in enumerate(runs):
-            first, last = evaluations(run)
+            first, last = evaluations(run.rows, [metric for _, metric in _measured(run)])
             if metric not in last and metric not in first:
                 continue
             if metric.startswith(("eval/score", PART)) and scored_otherwise(last):  # by other rewards
                 first = {}
-            cells = [_told(first, metric), _told(last, metric), _change(first, last, metric)]
+            change = change_cell(first, last, metric) + " (noise)" * noisy(last, metric)
+            cells = [cell(first, metric), cell(last, metric), change]
             name = [dot(run.name, place + 1)] if len(runs) > 1 else []
             rows.append([escape(title), *name, *cells, f"{last.get('step', 0):,}"])
     if not rows:
@@ -230,18 +221,6 @@ def _held_out(runs: Sequence[Run]) -> str:
 <p class="soft">± is one standard error; that of a change is paired, example by example. (noise): the change is within
 two standard errors.</p>
 </section>"""
-
-
-def _told(row: Mapping, metric: str) -> str:
-    return with_error(row[metric], row.get(f"{metric}_se")) if metric in row else ""
-
-
-def _change(first: Mapping, last: Mapping, metric: str) -> str:
-    if metric not in first or metric not in last:
-        return ""
-    change, error = last.get(f"{metric}_change", last[metric] - first[metric]), last.get(f"{metric}_change_se")
-    noise = " (noise)" if error is not None and within_noise(change, error) else ""
-    return with_error(change, error, sign="+") + noise
 
 
 def _health(runs: Sequence[Run]) -> str:
