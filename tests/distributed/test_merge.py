@@ -51,12 +51,12 @@ def measured(folder: str, output: str, trained: list[str], scales: list[float], 
         data_output_path=str(Path(output) / "cache"),
         output_dir=output,
     )
-    spec = args.engine_spec()
+    spec = args.spec_of(args.sft_model_name_or_path)
     configs = {
         role: EngineConfig(role, stage, path=f"{folder}/stage{stage}.json") for role in ("actor", "reference", "reward")
     }
     spec = dataclasses.replace(spec, **configs)
-    args.engine_spec = lambda: spec
+    args.spec_of = lambda path: spec
     frontier = Frontier(args, read_held_out(args, read_tokenizer(args.sft_model_name_or_path, "--sft")))
     make, found = frontier.evaluator.experience_maker.make_experience, []
 
