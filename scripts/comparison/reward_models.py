@@ -1,10 +1,11 @@
 """Several reward models of the same pairs, and what a task's judge says of the SFT model's best responses by each.
 
-    python -m scripts.comparison.reward_models judged_reviews OUTPUT_DIR epochs2 epochs4      # by default all WAYS
+    python -m scripts.comparison.reward_models judged_reviews OUTPUT_DIR --ways epochs2 epochs4
 
 OUTPUT_DIR gets the task's models and data, a folder a reward model, and the audit of all. What is there is kept.
 """
 
+import argparse
 import json
 import os
 import subprocess
@@ -70,4 +71,9 @@ def table(audit: dict, judge: str, made: dict[tuple[str, int], Path]) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]).resolve(), sys.argv[3:] or list(WAYS))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", choices=STEP2)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(all)")
+    options = parser.parse_args()
+    main(options.task, options.output.resolve(), options.ways)

@@ -32,8 +32,7 @@ class MemoryFlags(RLHFFlags):
     search: str | None = flag(
         None,
         "what to look for. batch: the largest power of two that fits as --per_device_generation_batch_size and "
-        "--per_device_training_batch_size. gpus: the fewest GPUs (1, 2, 4 and so on, in "
-        "nodes of 8)",
+        "--per_device_training_batch_size. gpus: the fewest GPUs (1, 2, 4 and so on, in nodes of 8)",
         choices=SEARCHES,
     )
 
