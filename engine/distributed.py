@@ -272,15 +272,19 @@ def waiting(longest: timedelta) -> Iterator[None]:
         dist.destroy_process_group(group)
 
 
-def key_value_store(host: str, port: int, serve: bool = False, seconds: float = 5.0) -> dist.Store:
+STORE_ANSWERS = timedelta(seconds=45)
+"""The longest wait for an answer of the store. Many ranks may ask at the same time, and torch looks up the name of each
+address that it connects to: where no name server answers, that takes up to 30 s (resolv.conf's timeout and attempts).
+"""
+
+
+def key_value_store(host: str, port: int, serve: bool = False) -> dist.Store:
     """The store through which processes find each other before the process group exists.
 
-    serve: whether this process holds the store. seconds: the timeout for an answer of the store; if many ranks ask at
-    the same time, they wait for one another.
+    serve: whether this process holds the store.
     Raises: RuntimeError if no process holds the store.
     """
-    wait = timedelta(seconds=seconds)
-    return dist.TCPStore(host, port, is_master=serve, timeout=wait, wait_for_workers=False, multi_tenant=serve)
+    return dist.TCPStore(host, port, is_master=serve, timeout=STORE_ANSWERS, wait_for_workers=False, multi_tenant=serve)
 
 
 def let_groups_wait(longest: timedelta) -> None:

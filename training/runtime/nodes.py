@@ -31,7 +31,6 @@ from training.runtime.ranks import open_store, start_key
 
 QUIET = 45.0  # seconds in which no further rank comes, after which rank 0 names those that are missing
 BETWEEN = 0.2  # seconds between two looks into the store
-ANSWER = 45.0  # longest wait in seconds for an answer of the store, which many ranks may ask at the same time
 FILES_READ = 256  # how many files of a folder are read; of the other files only names and sizes count
 NEEDED = ("python", "torch", "deepspeed", "transformers")
 MAY_DIFFER = re.compile(r"(NCCL|TORCH_NCCL|GLOO)_\w+|OMP_NUM_THREADS|CUDA_HOME|GPU")  # facts that are only told
@@ -48,7 +47,7 @@ def roll_call(patience: float, environment: Mapping[str, str] = os.environ):
     store = None
     while store is None:
         try:
-            store = open_store(environment, serve=rank == 0, seconds=ANSWER)
+            store = open_store(environment, serve=rank == 0)
         except (OSError, RuntimeError) as error:
             if rank == 0:
                 reason = str(error).splitlines()[0]

@@ -19,7 +19,7 @@ from engine.errors import SharedError, UserError
 from training.runtime.environment import AGENTS_STORE, USER_ERROR, from_here
 
 LOOK_EVERY = 5.0  # seconds between looks; each opens a new connection, so that rank 0 need not hold one for each rank
-PATIENCE = 30.0  # longest wait for rank 0 in seconds; rank 0's imports may take longer than this rank's
+PATIENCE = 30.0  # seconds for which a rank tries to reach rank 0; rank 0's imports may take longer than this rank's
 BETWEEN, LINGER = 0.2, 1.0  # seconds between looks while waiting, and seconds for which rank 0 then goes on serving
 
 
@@ -41,9 +41,8 @@ def start_key(name: str, environment: Mapping[str, str]) -> str:
     return f"four_engine_rlhf/{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}/{name}"
 
 
-def open_store(environment: Mapping[str, str], serve: bool = False, seconds: float = 5.0):
+def open_store(environment: Mapping[str, str], serve: bool = False):
     """Open torch's store at which the ranks meet. serve: True for rank 0, which serves the store unless torchrun does.
-    seconds: how long to wait for an answer of the store.
 
     Raises: OSError or RuntimeError if nobody serves the store; RuntimeError if this process cannot serve it.
     """
@@ -51,7 +50,7 @@ def open_store(environment: Mapping[str, str], serve: bool = False, seconds: flo
     serve = serve and environment.get(AGENTS_STORE) != "True"
     if not serve:
         socket.create_connection((host, port), timeout=1.0).close()  # torch warns of each try that fails
-    return distributed.key_value_store(host, port, serve, seconds)
+    return distributed.key_value_store(host, port, serve)
 
 
 class MeetingPoint:
@@ -102,7 +101,7 @@ class MeetingPoint:
         """Write into the store why this rank cannot join. Returns whether rank 0 has printed a failure; if not, this
         rank has to print its own.
 
-        Waits at most PATIENCE for rank 0 to print a failure. Rank 0 prints its own failure before it calls this, and
+        Tries for PATIENCE to have rank 0 print a failure. Rank 0 prints its own failure before it calls this, and
         then waits here until the other ranks have read it. A failure that is already in the store is not replaced.
         """
         store = None

@@ -58,6 +58,13 @@ def heard(rank: MeetingPoint, seconds: float = 60.0) -> tuple[str, int] | None:
     return None
 
 
+def passed_on(rank: MeetingPoint) -> tuple[str, int] | None:
+    """By rank 0: what another one has said, which the others may then read, too."""
+    failure = heard(rank)
+    rank.let_others_hear()
+    return failure
+
+
 @pytest.mark.parametrize("text, told", [("5", None), ("[[", None), ('["ended well", 0]', ("ended well", 1))])
 def test_what_no_rank_has_said_ends_nothing_with_code_0(two, text, told):
     zero = two[0]
@@ -183,19 +190,15 @@ EXPECTED = (
 )
 
 
-def test_the_rank_that_waits_is_told(second_of_two_hosts, capfd, monkeypatch):
+def test_the_rank_that_waits_is_told(second_of_two_hosts, beside, capfd, monkeypatch):
     monkeypatch.setattr(ranks, "PATIENCE", 60.0)
     served = distributed.key_value_store("127.0.0.1", int(second_of_two_hosts["MASTER_PORT"]), serve=True)
-    first = MeetingPoint({**second_of_two_hosts, "RANK": "0"})
-    with ThreadPoolExecutor() as pool:
-        failing = pool.submit(fail)
-        while (failure := first.failure()) is None:
-            pass
-        first.let_others_hear()
-        with pytest.raises(SystemExit) as ended:
-            failing.result()
-    assert failure[0].startswith(EXPECTED) and __file__ in failure[0] and failure[1] == ended.value.code == 2
-    assert capfd.readouterr().err == ""  # rank 0 prints it
+    hearing = beside(passed_on, MeetingPoint({**second_of_two_hosts, "RANK": "0"}))
+    with pytest.raises(SystemExit) as ended:
+        fail()
+    message, code = hearing.result()
+    assert message.startswith(EXPECTED) and __file__ in message and code == ended.value.code == 2
+    assert message not in capfd.readouterr().err  # rank 0 prints it
     del served
 
 
@@ -253,7 +256,7 @@ def test_the_programs_import_it_before_anything_but_torch_and_numpy(step):
     assert before <= {"torch", "numpy", *sys.stdlib_module_names}, before
 
 
-def test_a_file_that_one_host_lacks_is_told_where_the_others_wait(tmp_path, monkeypatch, capfd):
+def test_a_file_that_one_host_lacks_is_told_where_the_others_wait(tmp_path, beside, monkeypatch, capfd):
     place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**place, "MASTER_PORT": str(free_port())}.items():
         monkeypatch.setenv(name, value)
@@ -262,23 +265,12 @@ def test_a_file_that_one_host_lacks_is_told_where_the_others_wait(tmp_path, monk
     served = distributed.key_value_store("127.0.0.1", int(os.environ["MASTER_PORT"]), serve=True)
     first, missing = MeetingPoint({**os.environ, "RANK": "0"}), tmp_path / "none.yaml"
     flags = Tiny(tmp_path).flags(3, output_dir=tmp_path / "out", config=missing)
-    with ThreadPoolExecutor() as pool:
-        hearing = pool.submit(_heard, first)
-        assert launch.run(step3_rlhf.main, RLHFFlags, "", command_line(flags)) == 2
-        message, code = hearing.result()
+    hearing = beside(passed_on, first)
+    assert launch.run(step3_rlhf.main, RLHFFlags, "", command_line(flags)) == 2
+    message, code = hearing.result()
     assert (message.startswith("error: on gpu02: "), str(missing) in message, code) == (True, True, 2), message
-    assert "error" not in capfd.readouterr().err  # rank 0 prints it
+    assert message not in capfd.readouterr().err  # rank 0 prints it
     del served
-
-
-def _heard(first: MeetingPoint) -> tuple[str, int]:
-    """By rank 0: what another one has said."""
-    deadline = time.monotonic() + 60.0
-    while (failure := first.failure()) is None:
-        assert time.monotonic() < deadline, "nothing was said"
-        time.sleep(0.05)
-    first.let_others_hear()
-    return failure
 
 
 def test_a_rank_that_lets_the_first_print_is_not_taken_for_one_that_was_asked_to_end(tmp_path, monkeypatch):
