@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,24 @@ def remove_folder(path: Path) -> None:
         path.unlink()
     elif path.is_dir():
         shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Within this context a new folder beside `folder` is filled; it gets the name at the end, or is removed.
+
+    `folder` must not exist or be empty. A process that is killed leaves FOLDER.PID.partial. Raises: OSError.
+    """
+    partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
+    remove_folder(partial)  # of a killed process with the same number, as in containers
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        sync_tree(partial)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    sync(folder.parent)
 
 
 def exchange(new: Path, place: Path) -> Path | None:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
-from engine.atomic_files import remove_folder, restored, sync, write_whole
+from engine.atomic_files import remove_folder, restored, sync, whole_folder, write_whole
 from engine.errors import UserError
 from engine.files import expanded, os_errors, without_links
 
@@ -66,6 +66,21 @@ def test_only_a_folder_that_knows_no_such_call_is_let_pass(number, of_folder, of
         with pytest.raises(raised) as error:
             sync(path)
         assert error.value.errno == number
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
+    folder = tmp_path / "model"
+    with pytest.raises(KeyboardInterrupt), whole_folder(folder) as partial:
+        (partial / "config.json").write_text("half")
+        raise KeyboardInterrupt
+    assert not any(tmp_path.iterdir())
+    partial.mkdir()  # of a killed process that had this one's number
+    (partial / "half").touch()
+    folder.mkdir()
+    with whole_folder(folder) as partial:
+        (partial / "config.json").write_text("whole")
+        assert not any(folder.iterdir())
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["model", "model/config.json"]
 
 
 def test_a_link_goes_and_what_it_leads_to_stays(tmp_path):

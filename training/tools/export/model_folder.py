@@ -1,8 +1,6 @@
 """Writes a checkpoint's model, one tensor at a time and without engines."""
 
 import json
-import os
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,13 +11,13 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from engine.atomic_files import file_order, sync
+from engine.atomic_files import file_order, whole_folder
 from engine.errors import UserError
 from engine.files import without_links
 from engine.models.adapter_folders import BASE, SCORE, WEIGHTS
 from engine.models.model_paths import ADAPTER_CONFIG, is_adapter
 from engine.models.reward_formats import STEP_END
-from training.checkpoints.files import CONFIG, EMA, PARTIAL, ShardFiles, write_bytes, write_tensors
+from training.checkpoints.files import CONFIG, EMA, ShardFiles, write_bytes, write_tensors
 from training.checkpoints.resuming import OF_MODELS, Checkpoint, CheckpointAdapter
 from training.tools.cards import add_card
 
@@ -125,22 +123,16 @@ def export(
     if adapter or is_adapter(source):
         weights = CheckpointAdapter(found, model, tensors, base)
         tensors = weights.adapter() if adapter else weights.merged()
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
     try:
-        partial.mkdir(parents=True)
-        if adapter:
-            write_tensors(partial / WEIGHTS, tensors, {"format": "pt"})
-        else:
-            write_weights(tensors, max_shard_size, partial)
-        _write_config(source, dtype, partial, OF_MODELS if adapter else (ADAPTER_CONFIG, SCORE, BASE))
-        add_card(partial, found.folder.parent.parent, _name(model, ema, adapter), found.steps_done)
-        sync(partial)
-        partial.rename(folder)
+        with whole_folder(folder) as partial:
+            if adapter:
+                write_tensors(partial / WEIGHTS, tensors, {"format": "pt"})
+            else:
+                write_weights(tensors, max_shard_size, partial)
+            _write_config(source, dtype, partial, OF_MODELS if adapter else (ADAPTER_CONFIG, SCORE, BASE))
+            add_card(partial, found.folder.parent.parent, _name(model, ema, adapter), found.steps_done)
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}). Make room, or give another folder.") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    sync(folder.parent)
     return folder
 
 

@@ -7,7 +7,6 @@ At most one tensor of each model is in memory at a time, in float32.
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from engine.algo.weight_changes import METHODS
-from engine.atomic_files import PARTIAL, file_order, sync_tree
+from engine.atomic_files import file_order, whole_folder
 from engine.errors import UserError
 from engine.lazy import Lazy
 from engine.models.adapter_folders import AdapterFolder, read_adapter
@@ -221,26 +220,21 @@ def save_merged(
         raise UserError(f"{folder} exists already. Move it away, or give another --output_dir.")
     stored = weights_folder(base_of(sft, SFT))
     assert stored is not None, "stored_weights has looked"
-    partial = folder.with_name(f"{folder.name}.{os.getpid()}{PARTIAL}")
     try:
-        partial.mkdir(parents=True)
-        write_weights(weights, max_shard_size, partial)
-        for pattern in BESIDE:
-            for file in stored.glob(pattern):
-                shutil.copyfile(file, partial / file.name)
-        if not getattr(read_config(sft, SFT, trust_remote_code), "tie_word_embeddings", False):
-            config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
-            # The copied file may tie head and embedding, but the saved weights have a head of their own.
-            if config.get("tie_word_embeddings", True):
-                text = json.dumps(config | {"tie_word_embeddings": False}, indent=2) + "\n"
-                (partial / "config.json").write_text(text, encoding="utf-8")
-        save_tokenizer(tokenizer, partial)
-        (partial / NOTE).write_text(json.dumps(dict(source), indent=2) + "\n", encoding="utf-8")
-        add_merge_card(partial, source)
-        sync_tree(partial)
-        partial.rename(folder)
+        with whole_folder(folder) as partial:
+            write_weights(weights, max_shard_size, partial)
+            for pattern in BESIDE:
+                for file in stored.glob(pattern):
+                    shutil.copyfile(file, partial / file.name)
+            if not getattr(read_config(sft, SFT, trust_remote_code), "tie_word_embeddings", False):
+                config = json.loads((partial / "config.json").read_text(encoding="utf-8"))
+                # The copied file may tie head and embedding, but the saved weights have a head of their own.
+                if config.get("tie_word_embeddings", True):
+                    text = json.dumps(config | {"tie_word_embeddings": False}, indent=2) + "\n"
+                    (partial / "config.json").write_text(text, encoding="utf-8")
+            save_tokenizer(tokenizer, partial)
+            (partial / NOTE).write_text(json.dumps(dict(source), indent=2) + "\n", encoding="utf-8")
+            add_merge_card(partial, source)
     except OSError as error:
         raise UserError(f"{folder} cannot be written ({error.strerror}). Make room, or give another folder.") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return folder
