@@ -29,7 +29,8 @@ from scripts.comparison import page
 from scripts.comparison.entries import TRL, Entry, program
 from scripts.comparison.results import FILE, SEED, Compared, Results, Search, searched
 from scripts.comparison.runs import Run, complete, ended_with_us
-from scripts.comparison.tasks import ROOT, TASKS, Task
+from scripts.comparison.tasks import TASKS, Task
+from scripts.harness import ROOT
 
 
 def compare(options: argparse.Namespace, tasks: list[Task], entries: list[Entry], results: Results) -> list[str]:

@@ -22,10 +22,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the packag
 
 import numpy as np
 
-from scripts.comparison.runs import STOPPED, run_program, write_json
+from engine.atomic_files import whole_folder
+from scripts.comparison.runs import run_program, write_json
 from training.config.reward import load_function
 from training.reporting.best_of import chances
 from training.reporting.run_record import METRICS_FILE, read_metrics
+from training.runtime.watch import STOPPED
 
 MODELS = ((2000, 0.0), (200, 0.3), (600, 0.0), (1000, 0.3), (2000, 0.3), (200, 0.0), (1000, 0.15), (400, 0.15))
 """Pairs that a reward model learns from, and the share of them with swapped labels."""
@@ -64,10 +66,10 @@ def write_pairs(source: Path, folder: Path) -> None:
             row | {"chosen": row["rejected"], "rejected": row["chosen"]} if swaps.random() < noise else row
             for row in rows[:count]
         ]
-    folder.mkdir(parents=True)
-    for name, part in sets.items():
-        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
-        (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
+    with whole_folder(folder) as partial:
+        for name, part in sets.items():
+            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part)
+            (partial / f"{name}.jsonl").write_text(text, encoding="utf-8")
 
 
 def peak(out: Path, judge: Callable, before: bool = False) -> float:

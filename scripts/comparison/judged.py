@@ -8,14 +8,14 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from engine.atomic_files import whole_folder, write_whole
+from engine.errors import UserError
 from scripts.comparison.judges import OWN_PAIRS
+from scripts.harness import ROOT
 from training.tools.toy.reviews import generate_review, make_corpus
-
-ROOT = Path(__file__).resolve().parents[2]
-
 
 STEP2: dict[str, dict[str, float]] = {
     "judged_reviews": {
@@ -113,47 +113,57 @@ def swapped(pairs: Sequence[dict], share: float) -> list[dict]:
 
 def base(models: Path, *sizes: str) -> None:
     """A word tokenizer and a model with random weights."""
-    if not (models / "base" / "config.json").is_file():
-        words = ["-m", "training.tools.toy.model", "--data", str(models / "data" / "sft.jsonl")]
-        words += [str(models / "data" / "pairs.jsonl"), "--output_dir", str(models / "base"), *sizes]
-        subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+    folder, data = models / "base", [models / "data" / name for name in ("sft.jsonl", "pairs.jsonl")]
+    make(folder, sys.executable, "-m", "training.tools.toy.model", "--data", *data, "--output_dir", folder, *sizes)
 
 
 def step1(models: Path, begun: Path | str, **flags: float) -> None:
-    """The SFT model, unless it is there."""
-    if not (models / "sft" / "config.json").is_file():
-        _train(
-            "step1_sft",
-            model_name_or_path=begun,
-            data_path=models / "data" / "sft.jsonl",
-            output_dir=models / "sft",
-            per_device_train_batch_size=64,
-            lr_scheduler_type="cosine",
-            num_warmup_steps=20,
-            **flags,
-        )
+    """The SFT model."""
+    _train(
+        "step1_sft",
+        models / "sft",
+        model_name_or_path=begun,
+        data_path=models / "data" / "sft.jsonl",
+        per_device_train_batch_size=64,
+        lr_scheduler_type="cosine",
+        num_warmup_steps=20,
+        **flags,
+    )
 
 
 def step2(models: Path, made: Path | None = None, **flags: float) -> None:
-    """A reward model in `made`, by default the task's own, unless it is there."""
-    made = made or models / "reward"
-    if not (made / "config.json").is_file():
-        _train(
-            "step2_reward",
-            model_name_or_path=models / "sft",
-            data_path=models / "data" / "pairs.jsonl",
-            eval_data_path=models / "data" / "held_out_pairs.jsonl",
-            normalization_data_path=models / "data" / "prompts.jsonl",
-            output_dir=made,
-            per_device_train_batch_size=32,
-            num_warmup_steps=10,
-            **flags,
-        )
+    """A reward model in `made`, by default the task's own."""
+    _train(
+        "step2_reward",
+        made or models / "reward",
+        model_name_or_path=models / "sft",
+        data_path=models / "data" / "pairs.jsonl",
+        eval_data_path=models / "data" / "held_out_pairs.jsonl",
+        normalization_data_path=models / "data" / "prompts.jsonl",
+        per_device_train_batch_size=32,
+        num_warmup_steps=10,
+        **flags,
+    )
 
 
-def _train(program: str, **flags: object) -> None:
-    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-    subprocess.run([sys.executable, "-m", f"training.{program}", *words, "--dtype", "fp32"], cwd=ROOT, check=True)
+def _train(program: str, folder: Path, **flags: object) -> None:
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    make(folder, sys.executable, "-m", f"training.{program}", *words, "--dtype", "fp32", "--output_dir", folder)
+
+
+def make(folder: Path, *command: object, last: str = "config.json") -> None:
+    """Run a command that makes `folder`, unless it is there; it is there once the command has ended. last: a file that
+    the command writes into it.
+
+    Raises: UserError if something else is there; CalledProcessError if the command fails.
+    """
+    if (folder / last).is_file():
+        return
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"{folder} is there, but has no {last}. Remove it, or give another folder for models.")
+    with whole_folder(folder) as partial:
+        words = [str(partial if word == folder else word) for word in command]
+        subprocess.run(words, cwd=ROOT, check=True)
 
 
 def read(path: Path) -> list[dict]:
@@ -163,6 +173,11 @@ def read(path: Path) -> list[dict]:
 
 def write(path: Path, rows: Sequence[dict]) -> None:
     """The records as JSON lines, unless the file is there."""
+    write_lines(path, (json.dumps(row) + "\n" for row in rows))
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """A file of these lines, unless it is there."""
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        write_whole(path, "".join(lines))

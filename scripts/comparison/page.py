@@ -24,7 +24,8 @@ from scripts.comparison.frontier import (
     score_at,
 )
 from scripts.comparison.results import Compared, Results
-from scripts.comparison.tasks import ROOT, TASKS, Task
+from scripts.comparison.tasks import TASKS, Task
+from scripts.harness import ROOT
 
 VARIETY = {"distinct_bigrams": "bigrams a token", "known_words": "known words"}
 """Measures by which responses that became alike are told, and invented words, and what columns call them."""

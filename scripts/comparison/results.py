@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.atomic_files import write_whole
 from engine.errors import UserError
 from scripts.comparison.entries import LINE, Entry
 from scripts.comparison.frontier import Point, best_score_under
@@ -131,10 +132,7 @@ class Results:
         self.entries[task, label] = entry | {"runs": kept | entry["runs"]}
 
     def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text("".join(f"{json.dumps(entry)}\n" for entry in self.entries.values()), encoding="utf-8")
-        partial.replace(self.path)
+        write_whole(self.path, "".join(f"{json.dumps(entry)}\n" for entry in self.entries.values()))
 
 
 def _budget(task: Task) -> dict[str, int]:

@@ -8,13 +8,13 @@ OUTPUT_DIR gets the task's models and data, a folder a reward model, and the aud
 import argparse
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, pstdev
 
-from scripts.comparison.judged import ROOT, STEP2, step2
+from engine.errors import UserError
+from scripts.comparison.judged import STEP2, make, step2
 from scripts.comparison.tasks import TASKS
 from training.reporting.run_record import METRICS_FILE, read_metrics
 
@@ -41,15 +41,13 @@ def main(name: str, home: Path, ways: Sequence[str]) -> None:
     for (way, seed), folder in made.items():
         step2(home, folder, **{"dropout": 0.0, **STEP2[name], **WAYS[way], "seed": seed})
     audit = home / "audit"
-    if not (audit / "audit.json").is_file():
-        words = ["-m", "training.tools.audit", "--sft_model_name_or_path", home / "sft", "--judge", task.judge]
-        words += ["--data_path", home / "data" / "eval_prompts.jsonl", "--output_dir", audit, "--dtype", "fp32"]
-        words += ["--num_samples_per_prompt", 64, "--num_eval_prompts", 96]
-        for flag in ("max_prompt_seq_len", "max_answer_seq_len"):
-            words += [f"--{flag}", STEP2[name][flag]]
-        words += ["--reward_model_name_or_path", *made.values()]
-        subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, check=True)
-    print(table(json.loads((audit / "audit.json").read_text(encoding="utf-8")), task.judge.rpartition(":")[2], made))
+    words = ["-m", "training.tools.audit", "--sft_model_name_or_path", home / "sft", "--judge", task.judge]
+    words += ["--data_path", home / "data" / "eval_prompts.jsonl", "--output_dir", audit, "--dtype", "fp32"]
+    words += ["--num_samples_per_prompt", 64, "--num_eval_prompts", 96]
+    for flag in ("max_prompt_seq_len", "max_answer_seq_len"):
+        words += [f"--{flag}", STEP2[name][flag]]
+    make(audit, sys.executable, *words, "--reward_model_name_or_path", *made.values(), last="audit.json")
+    print(table(json.loads((audit / "audit.json").read_text(encoding="utf-8")), task.judge_name, made))
 
 
 def table(audit: dict, judge: str, made: dict[tuple[str, int], Path]) -> str:
@@ -76,4 +74,7 @@ if __name__ == "__main__":
     parser.add_argument("output", type=Path)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="(all)")
     options = parser.parse_args()
-    main(options.task, options.output.resolve(), options.ways)
+    try:
+        main(options.task, options.output.resolve(), options.ways)
+    except UserError as error:
+        sys.exit(f"error: {error}")

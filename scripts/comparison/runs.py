@@ -22,12 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.atomic_files import write_whole
 from engine.errors import UserError
 from scripts.comparison.entries import TRL, Entry, program, step3_words
 from scripts.comparison.frontier import Point
-from scripts.comparison.tasks import HELD_OUT, ROOT, Task
+from scripts.comparison.tasks import HELD_OUT, Task
+from scripts.harness import ROOT
 from training.checkpoints.files import CHECKPOINTS
 from training.reporting.run_record import METRICS_FILE, read_metrics
+from training.runtime.watch import STOPPED
 from training.tools.export.model_folder import export
 
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -93,7 +96,6 @@ def reason(log: Path) -> str:
 POLICIES = "policies"
 LINE_SCALES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.75, 1.0)
 """Of the change from the SFT model to a run's last policy: WARP's last stage (arXiv:2406.16768, section 3)."""
-STOPPED = 1  # the exit code of a run that broke off by itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +166,7 @@ class Result:
 
 def write_json(path: Path, content: object) -> None:
     """The whole file or none of it."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_whole(path, json.dumps(content, indent=1) + "\n")
 
 
 def complete(runs: Sequence[Run], jobs: int) -> None:
@@ -224,8 +224,7 @@ def judge(runs: Sequence[Run]) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         job, written = Path(temporary) / "job.json", Path(temporary) / "measures.json"
         texts = [str(models / name) for name in task.texts]
-        name = task.judge.rpartition(":")[2]
-        write_json(job, {"policies": policies, "texts": texts, "judge": name, "written": str(written)})
+        write_json(job, {"policies": policies, "texts": texts, "judge": task.judge_name, "written": str(written)})
         words = ["-m", "scripts.comparison.judge", str(job), *task.words(models), "--output_dir", temporary]
         if task.judge:
             words += ["--reward_function", task.judge, "--reward_weights", "0"]

@@ -5,14 +5,13 @@ A further task is one more entry of TASKS.
 
 import json
 import os
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.comparison import judged
+from scripts.comparison.judged import make, write_lines
 
-ROOT = Path(__file__).resolve().parents[2]
 HELD_OUT = 256
 
 
@@ -49,6 +48,11 @@ class Task:
     def measure(self) -> str:
         """What is compared, a name of Result's measures."""
         return "judge" if self.judge else "score"
+
+    @property
+    def judge_name(self) -> str:
+        """The judge's name among a run's rewards; "" without a judge."""
+        return self.judge.rpartition(":")[2]
 
     @property
     def has_reward_model(self) -> bool:
@@ -105,42 +109,34 @@ def _flags(longest_prompt: int, longest_response: int, *reward: str) -> tuple[st
 
 
 REWARD_MODEL = ("--critic_model_name_or_path", "{models}/reward")
+REWARD = "reward/config.json"  # what the scripts of most tasks write last
 
 
 def make_quickstart(models: Path) -> None:
-    """The quickstart's corpus, SFT and reward model, unless they are there."""
-    if not (models / "reward" / "config.json").is_file():
-        subprocess.run(["scripts/quickstart_models.sh", models, "1"], cwd=ROOT, check=True)
+    """The quickstart's corpus, SFT and reward model."""
+    make(models, "scripts/quickstart_models.sh", models, "1", last=REWARD)
 
 
 def make_reviews(models: Path) -> None:
-    """SFT and reward model on the reviews, and their prompts in two parts, unless they are there."""
+    """SFT and reward model on the reviews, and their prompts in two parts."""
     model, data = (Path(os.environ[name]).resolve() for name in ("REVIEWS_MODEL", "REVIEWS_DATA"))
-    if not (models / "reward" / "config.json").is_file():
-        script = ["scripts/trial_models.sh", model, data, models]
-        subprocess.run(script, cwd=ROOT, check=True)
-    folder = models / "data"
-    folder.mkdir(exist_ok=True)
+    make(models, "scripts/trial_models.sh", model, data, models, last=REWARD)
     lines = (data / "prompts.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     held_out = list(dict.fromkeys(lines))[-HELD_OUT:]
     parts = {"prompts.jsonl": [line for line in lines if line not in held_out], "eval_prompts.jsonl": held_out}
     parts["sft.jsonl"] = (data / "sft.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     for name, part in parts.items():
-        if not (folder / name).is_file():
-            (folder / name).write_text("".join(part), encoding="utf-8")
+        write_lines(models / "data" / name, part)
 
 
 def make_verses(models: Path) -> None:
-    """Verses, SFT and reward model, unless they are there."""
-    if not (models / "reward" / "config.json").is_file():
-        script = ["scripts/trial_verses_models.sh", Path(os.environ["VERSES_TEXT"]).resolve(), models]
-        subprocess.run(script, cwd=ROOT, check=True)
+    """Verses, SFT and reward model."""
+    make(models, "scripts/trial_verses_models.sh", Path(os.environ["VERSES_TEXT"]).resolve(), models, last=REWARD)
 
 
 def make_sums(models: Path) -> None:
-    """Two-digit sums and a model that is right about half of the time, unless they are there."""
-    if not (models / "sft" / "config.json").is_file():
-        subprocess.run(["scripts/sums_models.sh", models, "1"], cwd=ROOT, check=True)
+    """Two-digit sums and a model that is right about half of the time."""
+    make(models, "scripts/sums_models.sh", models, "1", last="sft/config.json")
 
 
 def known_words(files: list[Path]) -> frozenset[str]:

@@ -1,9 +1,12 @@
 """The judges of the comparison: what they say of right texts, and of texts that are made to deceive them."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 
+from engine.errors import UserError
 from scripts.comparison import judged
 from scripts.comparison.judges import Sentences, grammar, three
 from training.tools.toy.grammar import derive
@@ -42,6 +45,18 @@ def test_reward_models_learn_from_few_pairs_of_which_a_part_is_swapped(tmp_path,
     better = three(*zip(*[(pair["prompt"], pair["chosen"]) for pair in pairs], strict=True))
     worse = three(*zip(*[(pair["prompt"], pair["rejected"]) for pair in pairs], strict=True))
     assert sum(a > b for a, b in zip(better, worse, strict=True)) == 1350, "all but 10 % of 1,500"
+
+
+def test_models_of_a_command_that_was_cut_off_are_made_again(tmp_path):
+    folder, words = tmp_path / "base", "import pathlib, sys; (pathlib.Path(sys.argv[1]) / 'config.json').touch()"
+    with pytest.raises(subprocess.CalledProcessError):
+        judged.make(folder, sys.executable, "-c", f"{words}; sys.exit(1)", folder)
+    assert not any(tmp_path.iterdir())
+    judged.make(folder, sys.executable, "-c", words, folder)
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["base", "base/config.json"]
+    judged.make(folder, "false")  # it is there
+    with pytest.raises(UserError, match=r"is there, but has no config\.json\. Remove it"):
+        judged.make(tmp_path, "false")
 
 
 def test_the_judge_of_sentences_by_hand():
