@@ -30,8 +30,8 @@ from scripts.harness import ROOT
 VARIETY = {"distinct_bigrams": "bigrams a token", "known_words": "known words"}
 """Measures by which responses that became alike are told, and invented words, and what columns call them."""
 
-LAST = {"score": 2, "kl": 1}
-"""What is shown of a run's last evaluation, and with how many digits."""
+LAST = {"score": ("last score", 2), "kl": ("last KL", 1)}
+"""What is shown of a run's last evaluation: its column, and with how many digits."""
 
 
 def number(values: Band | None, of: int, digits: int = 2) -> str:
@@ -40,11 +40,6 @@ def number(values: Band | None, of: int, digits: int = 2) -> str:
         return "-"
     error = "" if values.error is None else f" ± {values.error:.{digits}f}"
     return f"{values.mean:.{digits}f}{error}" + (f", {values.count} of {of}" if values.count < of else "")
-
-
-def at_kls(compared: Compared, kls: Sequence[float]) -> list[Band | None]:
-    """The score at each KL, over the seeds."""
-    return [band([score_at(course, kl) for course in compared.courses]) for kl in kls]
 
 
 def best_under(compared: Compared, kl: float) -> Band | None:
@@ -64,54 +59,45 @@ def ordered(entries: Sequence[Compared], kl: float) -> list[Compared]:
 
 def main_table(task: Task, entries: Sequence[Compared]) -> str:
     """A line an entry, and one of the SFT model."""
-    columns = ["", "rate", "drawn", "CPU s", *(f"at KL {kl:g}" for kl in task.kls)]
-    columns += [
-        "last score",
-        "last KL",
-        f"best up to KL {task.search_kl:g}",
-        *(f"{what} there" for what in VARIETY.values()),
-    ]
-    lines = [_line(columns), "| --- " * len(columns) + "|"]
-    for compared in ordered(entries, task.search_kl):
-        results = list(compared.results.values())
-        cells = [f"`{compared.label}`", f"{compared.search.chosen:g}"]
-        cells += [f"{fmean(getattr(r, name) for r in results):.0f}" for name in ("responses", "cpu_seconds")]
-        cells += [number(values, len(results)) for values in at_kls(compared, task.kls)]
-        rows = [result.rows(compared.line) for result in results]
-        cells += [number(band([row[-1][name] for row in rows]), len(rows), digits) for name, digits in LAST.items()]
-        cells += [number(best_under(compared, task.search_kl), len(results))]
-        places = [best_place_under(course, task.search_kl) for course in compared.courses]
-        cells += [number(_measured(rows, name, places), len(rows), 3) for name in VARIETY]
-        lines.append(_line(cells))
-    if entries:
-        first = next(iter(entries[0].results.values())).evaluations[0]
-        cells = ["the SFT model", "-", "-", "-", *("-" for _ in task.kls), f"{first['score']:.2f}", "0.0", "-"]
-        lines.append(_line([*cells, *(f"{first[name]:.3f}" for name in VARIETY)]))
-    return "\n".join(lines)
+    found = [_of_entry(task, compared) for compared in ordered(entries, task.search_kl)]
+    first = next(iter(entries[0].results.values())).evaluations[0]
+    sft = {"": "the SFT model", "last score": f"{first['score']:.2f}", "last KL": "0.0"}
+    sft |= {f"{what} there": f"{first[name]:.3f}" for name, what in VARIETY.items()}
+    return _table(list(found[0]), [[row.get(column, "-") for column in found[0]] for row in (*found, sft)])
 
 
 def brief_table(task: Task, entries: Sequence[Compared]) -> str:
     """What the page shows of `main_table`; the pictures and the numbers beside the page have the rest."""
     columns = ["", "rate", "CPU s", f"best up to KL {task.search_kl:g}", "last score", "last KL"]
-    lines = [_line(columns), "| --- " * len(columns) + "|"]
-    for compared in ordered(entries, task.search_kl):
-        results = list(compared.results.values())
-        last = [result.rows(compared.line)[-1] for result in results]
-        cells = [f"`{compared.label}`", f"{compared.search.chosen:g}", f"{fmean(r.cpu_seconds for r in results):.0f}"]
-        cells += [number(best_under(compared, task.search_kl), len(results))]
-        cells += [number(band([row[name] for row in last]), len(last), digits) for name, digits in LAST.items()]
-        lines.append(_line(cells))
-    return "\n".join(lines)
+    found = [_of_entry(task, compared) for compared in ordered(entries, task.search_kl)]
+    return _table(columns, [[row[column] for column in columns] for row in found])
+
+
+def _of_entry(task: Task, compared: Compared) -> dict[str, str]:
+    """{column: what it says of an entry}."""
+    results = list(compared.results.values())
+    rows = [result.rows(compared.line) for result in results]
+    found = {"": f"`{compared.label}`", "rate": f"{compared.search.chosen:g}"}
+    found |= {"drawn": f"{fmean(r.responses for r in results):.0f}"}
+    found |= {"CPU s": f"{fmean(r.cpu_seconds for r in results):.0f}"}
+    for kl in task.kls:
+        found[f"at KL {kl:g}"] = number(band([score_at(course, kl) for course in compared.courses]), len(rows))
+    for name, (what, digits) in LAST.items():
+        found[what] = number(band([row[-1][name] for row in rows]), len(rows), digits)
+    found[f"best up to KL {task.search_kl:g}"] = number(best_under(compared, task.search_kl), len(rows))
+    places = [best_place_under(course, task.search_kl) for course in compared.courses]
+    return found | {
+        f"{what} there": number(_measured(rows, name, places), len(rows), 3) for name, what in VARIETY.items()
+    }
 
 
 def judged_table(task: Task, entries: Sequence[Compared]) -> str:
     """The judge's measure and, in brackets, the reward model's at each KL, where the course has it with the best value
     of the judge; and where the judge is best of all."""
     columns = ["", "rate", *(f"KL {kl:g}" for kl in task.kls), "best by the judge", "its KL", "bigrams there"]
-    lines = [_line(columns), "| --- " * len(columns) + "|"]
+    lines = []
     for compared in ordered(entries, task.search_kl):
-        results = list(compared.results.values())
-        rows = [result.rows(compared.line) for result in results]
+        rows = [result.rows(compared.line) for result in compared.results.values()]
         best = [best_place_under(course, math.inf) for course in compared.courses]
         cells = [f"`{compared.label}`", f"{compared.search.chosen:g}"]
         for places in (*([place_of(course, kl) for course in compared.courses] for kl in task.kls), best):
@@ -119,8 +105,8 @@ def judged_table(task: Task, entries: Sequence[Compared]) -> str:
             cells.append(number(judged, len(rows)) + (f" ({score.mean:.2f})" if score else ""))
         cells += [number(_measured(rows, "kl", best), len(rows), 1)]
         cells += [number(_measured(rows, "distinct_bigrams", best), len(rows))]
-        lines.append(_line(cells))
-    return "\n".join(lines)
+        lines.append(cells)
+    return _table(columns, lines)
 
 
 def _measured(rows: Sequence[Sequence[dict[str, float]]], name: str, places: Sequence[float | None]) -> Band | None:
@@ -135,19 +121,19 @@ def _measured(rows: Sequence[Sequence[dict[str, float]]], name: str, places: Seq
 
 def search_table(entries: Sequence[Compared], rates: Sequence[float]) -> str:
     """What the search found: the best score under its KL at each rate, the chosen one in bold."""
-    lines = [_line(["", *(f"rate {rate:g}" for rate in rates), "CPU s"]), "| --- " * (len(rates) + 2) + "|"]
+    lines = []
     for compared in entries:
         cells = []
         for rate in rates:
             score = compared.search.scores.get(rate)
             cell = "-" if score is None else f"{score:.2f}"
             cells.append(f"**{cell}**" if rate == compared.search.chosen else cell)
-        lines.append(_line([f"`{compared.label}`", *cells, f"{compared.search.cpu_seconds:.0f}"]))
-    return "\n".join(lines)
+        lines.append([f"`{compared.label}`", *cells, f"{compared.search.cpu_seconds:.0f}"])
+    return _table(["", *(f"rate {rate:g}" for rate in rates), "CPU s"], lines)
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ["---"] * len(columns), *lines))
 
 
 def broken_off(entries: Sequence[Compared]) -> list[str]:
