@@ -26,6 +26,7 @@ from engine.atomic_files import whole_folder
 from scripts.comparison.runs import run_program, write_json
 from training.config.reward import load_function
 from training.reporting.best_of import chances
+from training.reporting.health import column
 from training.reporting.run_record import METRICS_FILE, read_metrics
 from training.runtime.watch import STOPPED
 
@@ -162,7 +163,7 @@ def show(home: Path, judge: Callable) -> None:
     measures = {name: measured(audit, name, judge) for name in names}
     for name in names:
         trained = read_metrics(home / "rewards" / name / METRICS_FILE)
-        measures[name]["pair accuracy"] = [row["eval/accuracy"] for row in trained if "eval/accuracy" in row][-1]
+        measures[name]["pair accuracy"] = column(trained, "eval/accuracy")[-1]
     columns = list(measures[names[0]])
     print("\t".join(["", "judge's peak", *columns]))
     for name in names:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from scripts.comparison.judged import read
+from scripts.comparison.folders import read
 from scripts.comparison.judges import OWN_PAIRS, Sentences, grammar, known_sentences, three
 from training.tools.toy.reviews import generate_reviews
 

@@ -22,7 +22,7 @@ from scripts.comparison.tasks import Task
 
 TRL = "trl"
 LINE = "+line"
-SEARCHED = ("actor_lr", "critic_lr")
+SEARCHED = ("actor_lr", "critic_lr", "--actor_learning_rate", "--critic_learning_rate")
 OWN_FLAGS = ("--critic_learning_rate", "--output_dir", "--num_samples_per_prompt", "--set", "--temperature")
 LARGEST_GROUP = 8  # responses to one prompt: theirs are made for steps of thousands of responses
 WARMUP_SHARE = 10  # a dialect's warm-up is cut to this part of a run's optimizer steps: theirs are made for long runs
@@ -53,12 +53,9 @@ class Entry:
         flags = tuple(word for word in words if word.startswith("--"))
         fields = tuple(word for word in words if not word.startswith("--"))
         settings = parse_settings(fields)
-        for flag in flags:
-            if flag.partition("=")[0] in ("--actor_learning_rate", "--critic_learning_rate"):
-                raise UserError(f"{label}: {flag} is what the search chooses. Leave it out, or give other --rates.")
-        for field in SEARCHED:
-            if field in settings:
-                raise UserError(f"{label}: {field} is what the search chooses. Leave it out, or give other --rates.")
+        for given in (*flags, *settings):
+            if given.partition("=")[0] in SEARCHED:
+                raise UserError(f"{label}: {given} is what the search chooses. Leave it out, or give other --rates.")
         get_dialect(name).replaced(**settings)
         split = [part for word in flags for part in word.split("=", 1)]
         return cls(label, name, fields, tuple(split))

@@ -3,18 +3,14 @@
 Nothing here learns from what a task's judge is made of (judges.py).
 """
 
-import json
 import os
 import random
-import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from engine.atomic_files import whole_folder, write_whole
-from engine.errors import UserError
+from scripts.comparison.folders import make, read, write
 from scripts.comparison.judges import OWN_PAIRS
-from scripts.harness import ROOT
 from training.tools.toy.reviews import generate_review, make_corpus
 
 STEP2: dict[str, dict[str, float]] = {
@@ -149,35 +145,3 @@ def step2(models: Path, made: Path | None = None, **flags: float) -> None:
 def _train(program: str, folder: Path, **flags: object) -> None:
     words = [word for name, value in flags.items() for word in (f"--{name}", value)]
     make(folder, sys.executable, "-m", f"training.{program}", *words, "--dtype", "fp32", "--output_dir", folder)
-
-
-def make(folder: Path, *command: object, last: str = "config.json") -> None:
-    """Run a command that makes `folder`, unless it is there; it is there once the command has ended. last: a file that
-    the command writes into it.
-
-    Raises: UserError if something else is there; CalledProcessError if the command fails.
-    """
-    if (folder / last).is_file():
-        return
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder} is there, but has no {last}. Remove it, or give another folder for models.")
-    with whole_folder(folder) as partial:
-        words = [str(partial if word == folder else word) for word in command]
-        subprocess.run(words, cwd=ROOT, check=True)
-
-
-def read(path: Path) -> list[dict]:
-    """The records of a file of JSON lines."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def write(path: Path, rows: Sequence[dict]) -> None:
-    """The records as JSON lines, unless the file is there."""
-    write_lines(path, (json.dumps(row) + "\n" for row in rows))
-
-
-def write_lines(path: Path, lines: Iterable[str]) -> None:
-    """A file of these lines, unless it is there."""
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, "".join(lines))

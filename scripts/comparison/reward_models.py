@@ -14,8 +14,10 @@ from pathlib import Path
 from statistics import fmean, pstdev
 
 from engine.errors import UserError
-from scripts.comparison.judged import STEP2, make, step2
+from scripts.comparison.folders import make
+from scripts.comparison.judged import STEP2, step2
 from scripts.comparison.tasks import TASKS
+from training.reporting.health import column
 from training.reporting.run_record import METRICS_FILE, read_metrics
 
 WAYS: dict[str, dict[str, float]] = {
@@ -59,12 +61,11 @@ def table(audit: dict, judge: str, made: dict[tuple[str, int], Path]) -> str:
         rows = []
         for seed in SEEDS:
             folder = made[way, seed]
-            steps = read_metrics(folder / METRICS_FILE)
-            accuracy = [row["eval/accuracy"] for row in steps if "eval/accuracy" in row][-1]
+            accuracy = column(read_metrics(folder / METRICS_FILE), "eval/accuracy")[-1]
             best = audit["rewards"][folder.name]["best_of"]
             rows.append((accuracy, *((best[k][judge][0] - mean) / deviation for k in ("16", "64"))))
-        columns = (", ".join(f"{value:.2f}" for value in column) for column in zip(*rows, strict=True))
-        lines.append(f"| {way} | {' | '.join(columns)} |")
+        cells = (", ".join(f"{value:.2f}" for value in values) for values in zip(*rows, strict=True))
+        lines.append(f"| {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from scripts.comparison import judged
-from scripts.comparison.judged import make, write_lines
+from scripts.comparison.folders import make, write_lines
 
 HELD_OUT = 256
 

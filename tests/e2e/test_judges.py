@@ -8,6 +8,7 @@ import pytest
 
 from engine.errors import UserError
 from scripts.comparison import judged
+from scripts.comparison.folders import make, read
 from scripts.comparison.judges import Sentences, grammar, three
 from training.tools.toy.grammar import derive
 from training.tools.toy.reviews import generate_reviews, judge
@@ -33,15 +34,15 @@ def test_reward_models_learn_from_few_pairs_of_which_a_part_is_swapped(tmp_path,
     for name in ("base", "step1", "step2"):
         monkeypatch.setattr(judged, name, lambda *args, **flags: None)
     judged.make_quickstart(tmp_path)
-    pairs = judged.read(tmp_path / "data" / "pairs.jsonl")
+    pairs = read(tmp_path / "data" / "pairs.jsonl")
     right = [judge(pair["prompt"], pair["chosen"]).positive for pair in pairs]
     assert (len(right), sum(right)) == (700, 595), "all but 15 %"
-    held_out = judged.read(tmp_path / "data" / "held_out_pairs.jsonl")
+    held_out = read(tmp_path / "data" / "held_out_pairs.jsonl")
     assert all(judge(pair["prompt"], pair["chosen"]).positive for pair in held_out)
     judged.make_quickstart(tmp_path)
-    assert judged.read(tmp_path / "data" / "pairs.jsonl") == pairs, "what is there is kept"
+    assert read(tmp_path / "data" / "pairs.jsonl") == pairs, "what is there is kept"
     judged.make_long(tmp_path / "long")
-    pairs = judged.read(tmp_path / "long" / "data" / "pairs.jsonl")
+    pairs = read(tmp_path / "long" / "data" / "pairs.jsonl")
     better = three(*zip(*[(pair["prompt"], pair["chosen"]) for pair in pairs], strict=True))
     worse = three(*zip(*[(pair["prompt"], pair["rejected"]) for pair in pairs], strict=True))
     assert sum(a > b for a, b in zip(better, worse, strict=True)) == 1350, "all but 10 % of 1,500"
@@ -50,13 +51,13 @@ def test_reward_models_learn_from_few_pairs_of_which_a_part_is_swapped(tmp_path,
 def test_models_of_a_command_that_was_cut_off_are_made_again(tmp_path):
     folder, words = tmp_path / "base", "import pathlib, sys; (pathlib.Path(sys.argv[1]) / 'config.json').touch()"
     with pytest.raises(subprocess.CalledProcessError):
-        judged.make(folder, sys.executable, "-c", f"{words}; sys.exit(1)", folder)
+        make(folder, sys.executable, "-c", f"{words}; sys.exit(1)", folder)
     assert not any(tmp_path.iterdir())
-    judged.make(folder, sys.executable, "-c", words, folder)
+    make(folder, sys.executable, "-c", words, folder)
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["base", "base/config.json"]
-    judged.make(folder, "false")  # it is there
+    make(folder, "false")  # it is there
     with pytest.raises(UserError, match=r"is there, but has no config\.json\. Remove it"):
-        judged.make(tmp_path, "false")
+        make(tmp_path, "false")
 
 
 def test_the_judge_of_sentences_by_hand():

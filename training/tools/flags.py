@@ -89,6 +89,6 @@ class RewardsFlags(ServerFlags, FunctionFlags, MeasuringFlags):
         refuse_twice(self, "reward_model_name_or_path")
 
     @property
-    def functions(self) -> list[str]:
-        """The values of all flags that name functions, in the order of their scores."""
-        return self.reward_function
+    def functions(self) -> dict[str, str]:
+        """{function: the flag that names it}, in the order of their scores."""
+        return dict.fromkeys(self.reward_function, "--reward_function")

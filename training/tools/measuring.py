@@ -109,9 +109,7 @@ def read_held_out(args: MeasuringFlags, tokenizer) -> HeldOut:
 
 def functions_of(args: RewardsFlags) -> dict[str, Callable]:
     """{value of the flag: reward function}. Raises: UserError if a function cannot be loaded."""
-    judge = getattr(args, "judge", None)
-    flags = {given: "--judge" if given == judge else "--reward_function" for given in args.functions}
-    return {given: load_given(given, args, flag) for given, flag in flags.items()}
+    return {given: load_given(given, args, flag) for given, flag in args.functions.items()}
 
 
 def reward_names(args: RewardsFlags) -> list[str]:

@@ -33,6 +33,6 @@ class AuditFlags(RewardsFlags):
             raise UserError(f"--judge {self.judge} is a --reward_function, too, and would judge itself. Give it once.")
 
     @property
-    def functions(self) -> list[str]:
-        """The reward functions, and the judge as the last one."""
-        return [*self.reward_function, *filter(None, [self.judge])]
+    def functions(self) -> dict[str, str]:
+        """{function: the flag that names it}: the reward functions, and the judge as the last one."""
+        return super().functions | ({self.judge: "--judge"} if self.judge else {})

@@ -36,17 +36,17 @@ class Line(Callback):
             return
         with unwritten_noted("the command of merging"):
             rows = read_metrics(run.output_dir / METRICS_FILE)
-            command = merge_command(run.args, run.plan.dialect, trained, rows)
-            saves = "--choose_by" in command or "--max_kl" in command
-            then = "and the best saved" if saves else "none saved unless you choose by a number or a scale"
+            chosen = choice(run.args, run.plan.dialect, rows)
+            command = merge_command(run.args, run.plan.dialect, trained, chosen)
+            then = "and the best saved" if chosen else "none saved unless you choose by a number or a scale"
             print(
                 f"models between the SFT model and this one, measured, {then} (docs/kl.md):\n{command}",
                 flush=True,
             )
 
 
-def merge_command(args: RLHFFlags, dialect: Any, trained: Path, rows: list[dict]) -> str:
-    """The command that measures models on the line from the SFT model through `trained`. rows: the run's metrics."""
+def merge_command(args: RLHFFlags, dialect: Any, trained: Path, chosen: list[str]) -> str:
+    """The command that measures models on the line from the SFT model through `trained`. chosen: from `choice`."""
     ranks = ranks_of_this_machine()
     partitioned = args.stage("actor") == 3 and ranks > 1
     ranked = ["deepspeed", "--num_gpus", str(ranks), "--module", "training.tools.merge"]
@@ -63,7 +63,7 @@ def merge_command(args: RLHFFlags, dialect: Any, trained: Path, rows: list[dict]
             words += [f"--{spec.name}={values[0]}"] if single else [f"--{spec.name}", *map(str, values)]
     words += ["--temperature", str(dialect.temperature), "--cut_responses", dialect.cut_responses]
     words += ["--zero_stage", "3"] if partitioned else []
-    return shown_command([*words, *choice(args, dialect, rows), "--output_dir", str(Path(args.output_dir) / "merged")])
+    return shown_command([*words, *chosen, "--output_dir", str(Path(args.output_dir) / "merged")])
 
 
 def choice(args: RLHFFlags, dialect: Any, rows: list[dict]) -> list[str]:
