@@ -84,6 +84,7 @@ def test_offload_needs_something_to_offload():
         (("--stop", ""), "--stop '': an empty string"),
         (("--data_weights", "1", "2"), "--data_weights 1 2: 2 weights for 1 data sets"),
         (("--data_weights", "0"), "--data_weights 0.0: must be greater than 0"),
+        (("--data_weights", "1e300"), "--data_weights 1e+300: must be at most 1000."),
         (("--enable_test_mode",), "--enable_test_mode needs --test_stop_step."),
         (("--test_stop_step", "3"), "--test_stop_step 3 needs --enable_test_mode."),
         (("--unsupervised_dataset_config_name", "x"), "--unsupervised_dataset_config_name x needs"),
