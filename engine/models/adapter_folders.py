@@ -28,6 +28,7 @@ from transformers import PretrainedConfig
 from engine.errors import UserError, shortened
 from engine.files import parsed_json, refuse_pointers
 from engine.models.adapters import inject
+from engine.models.config_and_tokenizer import check_settings
 from engine.models.model_paths import ADAPTER_CONFIG, base_of, is_adapter, one_line
 from engine.models.weight_files import Header, Misfit, file_headers, listed
 
@@ -117,7 +118,9 @@ class AdapterFolder:
         """What the file SCORE says; {} if there is none. Raises: UserError if it is broken."""
         file = Path(self.path) / SCORE
         try:
-            return dict(parsed_json(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+            found = dict(parsed_json(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+            check_settings(found)
+            return found
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
                 f"{self.what}: {file} is broken ({type(error).__name__}: {one_line(error)}). Copy it again."

@@ -18,6 +18,8 @@ EOS, and reads the score one token earlier. The rule for the pad token therefore
 
 import contextlib
 import copy
+import math
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -204,6 +206,7 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
     path = base_of(path, what)
     try:
         config = copy.deepcopy(_parsed_config(path, trust_remote_code, _files_of(path)))
+        check_settings(vars(config))
         config.output_attentions = False  # torch's attention returns no weights, so transformers would refuse True
     except Exception as error:  # transformers may raise anything for a broken config.json
         _refuse_code(error, path, what)
@@ -221,6 +224,32 @@ def read_config(path: str, what: str, trust_remote_code: bool = False):
     if has_own_head(config, path, what, trust_remote_code):
         config.tie_word_embeddings = False
     return config
+
+
+_TEXT = ("a text", lambda value: isinstance(value, str))
+_NUMBER = ("a finite number", lambda value: isinstance(value, (int, float)) and math.isfinite(value))
+# {setting that is read here, where transformers checks nothing: (what it must be, the same as a test)}
+_SETTINGS = {
+    "architectures": (
+        "a list of names",
+        lambda value: type(value or []) is list and all(isinstance(each, str) for each in value or []),
+    ),
+    "value_head_prefix": _TEXT,
+    "step_end": _TEXT,
+    "score_position": ("last or last_non_pad", ("last", "last_non_pad").__contains__),
+    "score_offset": _NUMBER,
+    "mean": _NUMBER,
+    "std": ("a finite number above 0", lambda value: _NUMBER[1](value) and value > 0),
+}
+
+
+def check_settings(settings: Mapping[str, object]) -> None:
+    """Raise ValueError if a model's settings have a value with which it cannot be read or give scores. mean and std
+    count where normalize_reward is on, since other programs may write settings of these names."""
+    for name, (needed, fits) in _SETTINGS.items():
+        read = name in settings and (name not in ("mean", "std") or settings.get("normalize_reward"))
+        if read and not fits(settings[name]):
+            raise ValueError(f"{name} is {shortened(settings[name])}, and must be {needed}")
 
 
 # The language models of these composite models have no class of their own. They differ from the models named here in

@@ -172,6 +172,12 @@ def _misplaced(steps: Steps, length: int) -> str | None:
     return None
 
 
+def signature_of(function: Callable) -> inspect.Signature:
+    """The parameters of a function; those of `forward` for a torch module, whose own call takes anything. Raises:
+    ValueError or TypeError if they cannot be read."""
+    return inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+
+
 TEXTS = ("prompts", "completions")
 """The names of the parameters for texts, in a function that gets all arguments by name."""
 
@@ -203,7 +209,7 @@ class Signature:
         """
         if (columns := getattr(function, "columns", None)) is not None:
             return cls((), tuple(columns), (), False, False)
-        signature = inspect.signature(function)
+        signature = signature_of(function)
         kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
         others = inspect.Parameter.VAR_KEYWORD in kinds.values()
         if "completions" in kinds:

@@ -429,6 +429,7 @@ class DataFlags(RunFlags):
         "how often a pass over the data has the rows of each data set of --data_path, one number for each (2: every "
         "row twice; 0.5: half of the rows); by default 1",
         above=0,
+        most=1000,
     )
     data_split: str | None = flag(
         None, "shares of each data set for steps 1, 2 and 3, such as 2,4,4; by default each step reads all rows"

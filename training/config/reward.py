@@ -32,7 +32,7 @@ from engine.reward.base import (
     Standardisation,
 )
 from engine.reward.built_in import BUILT_IN, BuiltInSettings
-from engine.reward.function import FunctionReward, Signature
+from engine.reward.function import FunctionReward, Signature, signature_of
 from engine.reward.server import ServerReward
 from training.config.models import SCORE, FunctionFlags, ScoreFlags
 from training.data.examples import Prompts
@@ -169,7 +169,7 @@ def _check_parameters(function: Callable, what: str) -> None:
             "engine.reward.base.RewardSource."
         )
     try:
-        signature = inspect.signature(function)
+        signature = signature_of(function)
     except ValueError:
         raise UserError(f"{what}: its parameters cannot be read. Give a function that is written in Python.") from None
     called = "the tokenizer alone"

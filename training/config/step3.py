@@ -112,7 +112,10 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
         None, "configuration of --unsupervised_dataset_name on the Hub", only_with="unsupervised_dataset_name"
     )
     unsup_coef: float = flag(
-        27.8, "coefficient of the loss of mixed pretraining: gamma in equation 2 of the InstructGPT paper", least=0
+        27.8,
+        "coefficient of the loss of mixed pretraining: gamma in equation 2 of the InstructGPT paper",
+        least=0,
+        only_with="unsupervised_dataset_name",
     )
 
     num_eval_prompts: int = flag(
@@ -147,6 +150,11 @@ class RLHFFlags(HubFlags, RestartFlags, RolloutFlags, ModelFlags):
         """Raise UserError for values that cannot work, by themselves or in combination."""
         super().validate()
         dialect = self.resolved.dialect
+        if (self.inference_tp_size or 1) > 1 and self.stage("actor") < 3:
+            raise UserError(
+                f"{self.word('inference_tp_size')} with the actor at ZeRO stage {self.stage('actor')}: each rank has "
+                "the whole actor, and draws from it. Give --actor_zero_stage 3, or leave it out."
+            )
         if self.overlap_rewards and self.rollout_backend not in ("auto", "replica", "zero3"):
             raise UserError(
                 f"--overlap_rewards with --rollout_backend {self.rollout_backend}: that gives no response before all "

@@ -110,9 +110,10 @@ def test_a_reward_models_adapter_brings_its_head(tmp_path):
     check_trunk(str(tmp_path / "other"), "--model")
     with pytest.raises(UserError, match="is a language model's: neither it nor its base"):
         check_scorer(str(tmp_path / "other"), "--critic")
-    (folder / "score.json").write_text('{"score_off')
-    with pytest.raises(UserError, match="--critic: .*score.json is broken"):
-        check_scorer(str(folder), "--critic")
+    for broken in ('{"score_off', '{"score_offset": "low"}'):
+        (folder / "score.json").write_text(broken)
+        with pytest.raises(UserError, match="--critic: .*score.json is broken"):
+            check_scorer(str(folder), "--critic")
 
 
 def test_a_base_is_found_from_the_adapters_folder_and_both_count_in_the_fingerprint(tmp_path, monkeypatch):

@@ -164,3 +164,27 @@ def test_a_head_that_cannot_be_read_is_refused(tmp_path, head, tensors, settings
     path, _ = openrlhf_reward(tmp_path, head, tensors, **settings)
     with pytest.raises(UserError, match=f"^--critic: .*{message}"):
         check_scorer(path, "--critic")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"std": 0}, "std is 0, and must be a finite number above 0"),
+        ({"mean": "2,5"}, "mean is '2,5', and must be a finite number"),
+        ({"architectures": 5}, "architectures is 5, and must be a list of names"),
+        ({"architectures": "RewardModel"}, "architectures is 'RewardModel', and must be a list of names"),
+        ({"score_offset": None}, "score_offset is None, and must be a finite number"),
+        ({"score_position": 3}, "score_position is 3, and must be last or last_non_pad"),
+        ({"step_end": 4}, "step_end is 4, and must be a text"),
+        ({"value_head_prefix": 5}, "value_head_prefix is 5, and must be a text"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(tmp_path, settings, message):
+    path, _ = openrlhf_reward(tmp_path, "score", **{"normalize_reward": True, **settings})
+    with pytest.raises(UserError) as refused:
+        check_scorer(path, "--critic")
+    assert str(refused.value).startswith(f"--critic: {path}/config.json describes no model ({message}). Correct it")
+
+
+def test_moments_that_are_not_used_may_be_anything(tmp_path):
+    check_scorer(openrlhf_reward(tmp_path, "score", normalize_reward=False, mean=None, std=0)[0], "--critic")

@@ -155,6 +155,15 @@ def test_arguments(function, positional, named):
     assert signature.takes_rows == bool(set(named) - {"prompts", "completions"})
 
 
+class Module(torch.nn.Module):
+    def forward(self, prompts, responses, level=1):
+        return 0
+
+
+def test_a_torch_module_is_called_with_what_its_forward_takes():
+    test_arguments(Module(), [P, R], {"level": [3, None]})
+
+
 def test_an_object_may_say_which_columns_it_is_given():
     class Judge:
         columns = ("the answer",)

@@ -14,7 +14,6 @@ AT_LEAST = {  # flag: (a value that is refused, the lowest that is taken)
         "num_samples_per_prompt": (0, 1),  # a field of the dialect
         "seed": (-1, 0),
         "kl_coef": (-1e-6, 0.0),
-        "unsup_coef": (-1e-6, 0.0),
         "temperature": (0.0, 1e-6),
     },
     SFTFlags: {"max_seq_len": (1, 2), "learning_rate": (-1e-6, 0.0), "held_out": (0.0, 1e-6)},
@@ -84,6 +83,9 @@ def test_offload_needs_something_to_offload():
         (("--stop", ""), "--stop '': an empty string"),
         (("--data_weights", "1", "2"), "--data_weights 1 2: 2 weights for 1 data sets"),
         (("--data_weights", "0"), "--data_weights 0.0: must be greater than 0"),
+        (("--data_weights", "1e300"), "--data_weights 1e+300: must be at most 1000."),
+        (("--unsup_coef", "3"), "--unsup_coef 3.0 needs --unsupervised_dataset_name. Give that, or leave it out."),
+        (("--inference_tp_size", "2"), "--inference_tp_size 2 with the actor at ZeRO stage 0: each rank has the whole"),
         (("--enable_test_mode",), "--enable_test_mode needs --test_stop_step."),
         (("--test_stop_step", "3"), "--test_stop_step 3 needs --enable_test_mode."),
         (("--unsupervised_dataset_config_name", "x"), "--unsupervised_dataset_config_name x needs"),

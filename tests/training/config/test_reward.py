@@ -228,6 +228,13 @@ def test_parameters(module, parameters, fits):
         load_function(f"{name}:f")
 
 
+def test_a_torch_module_whose_forward_does_not_fit_is_refused(module):
+    forward = "    def forward(self, input_ids):\n        pass\n"
+    name = module(f"import torch\nclass Module(torch.nn.Module):\n{forward}model = Module()\n")
+    with pytest.raises(UserError, match=rf"{name}:model: it takes \(input_ids\), but is called with the prompts"):
+        load_function(f"{name}:model")
+
+
 @pytest.mark.parametrize("name", ["json.py", "rules.v2.py", "my-rules.py", "my rules.py", "rules", "rules.txt", "2.py"])
 def test_a_file_may_have_any_name(module, tmp_path, name):
     source = f"from dataclasses import dataclass\nimport beside\n@dataclass\nclass C:\n    a: int\n{GOOD}"

@@ -85,7 +85,7 @@ def test_what_is_looked_for_is_said(words, capsys, monkeypatch):
             "--vllm_tensor_parallel_size 3: a node has 8 ranks, which cannot be divided into groups of 3",
         ),
         (
-            ["--search", "gpus", "--rollout_backend", "replica", "--inference_tp_size", "16"],
+            ["--search=gpus", "--rollout_backend=replica", "--actor_zero_stage=3", "--inference_tp_size=16"],
             "--inference_tp_size 16: a node has 8 ranks",
         ),
         (["--num_gpus", "6", "--sequence_parallel_size", "3"], "which 3 ranks cannot share. Give one of 1, 2, 4."),
