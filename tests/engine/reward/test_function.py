@@ -163,6 +163,12 @@ class Module(torch.nn.Module):
 def test_a_torch_module_is_called_with_what_its_forward_takes():
     test_arguments(Module(), [P, R], {"level": [3, None]})
 
+    class Called(Module):
+        def __call__(self, prompts, responses, answer):
+            return 0
+
+    test_arguments(Called(), [P, R], {"answer": ["1", "2"]})
+
 
 def test_an_object_may_say_which_columns_it_is_given():
     class Judge:
