@@ -55,7 +55,7 @@ reward_url reward_url_form reward_url_batch_size reward_url_timeout reward_url_p
 learning_rate weight_decay lr_scheduler_type num_warmup_steps max_grad_norm lora_learning_rate
 actor_lora_learning_rate critic_lora_learning_rate actor_lr critic_lr actor_weight_decay critic_weight_decay
 lr_schedule warmup_steps kl_coef kl_target kl_horizon clip_range clip_range_high value_clip_range value_factor
-early_stop_kl ratio_limit ema_decay
+early_stop_kl ratio_limit ema_decay unsup_coef
 """
 """What a resumed run may change: its length, intervals, trackers, folders, how ranks and memory are used (the rows of a
 step stay), learning rates, and the numbers that hold an update in check."""
