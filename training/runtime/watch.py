@@ -52,6 +52,8 @@ class Watch:
         self.reporter: Reporter | None = None
         self._meeting_point = MeetingPoint()
         self._monitor: Monitor | None = None
+        self._failure: tuple[str, int] | None = None
+        self._look = threading.Thread()
         self._asked_at: float | None = None
         self._launcher_reported = self._interrupt_reported = False
         self._awake, self._wake = socket.socketpair()
@@ -167,9 +169,12 @@ class Watch:
         """End the process if a rank cannot join the others, or does not join in time."""
         if place.phase != JOINING:
             return
-        failure = self._meeting_point.failure()
-        if failure is not None:
-            message, code = failure
+        if not self._look.is_alive():  # torch waits without end for a store that takes connections and never answers
+            self._look = threading.Thread(target=self._look_into_the_store, daemon=True)
+            self._look.start()
+        self._look.join(SECONDS)
+        if self._failure is not None:
+            message, code = self._failure
             say(message)
             if distributed.is_main():
                 self._meeting_point.let_others_hear()
@@ -181,6 +186,9 @@ class Watch:
                 f"not all of {os.environ['WORLD_SIZE']} ranks have come to {where} within {self.timeout_minutes:g} "
                 "minutes (--timeout_minutes). Look at the nodes that are missing.",
             )
+
+    def _look_into_the_store(self) -> None:
+        self._failure = self._meeting_point.failure()
 
     def _follow(self) -> None:
         """End the process if a request to end cannot wait for the main thread."""

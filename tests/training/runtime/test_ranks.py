@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, repeat
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -161,6 +162,20 @@ def test_a_rank_that_waits_ends_with_the_code_of_the_one_that_failed(monkeypatch
         own._look_for_ranks()
     assert (ended, calls) == ([2], ["heard"])
     assert capfd.readouterr().err == ERROR[0] + "\n"
+
+
+def test_a_store_that_never_answers_does_not_hold_up_the_watch(monkeypatch):
+    ended, answer = [], Event()
+    for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    monkeypatch.setattr(watch, "SECONDS", 0.01)
+    monkeypatch.setattr(watch, "end", lambda code, message: ended.append(code))
+    own = Watch(SimpleNamespace(), 0.0)
+    own._meeting_point = SimpleNamespace(failure=lambda: answer.wait(60.0) and None)
+    with phase(JOINING):
+        own._look_for_ranks()
+    assert ended == [1] and own._look.is_alive()
+    answer.set()
 
 
 @pytest.fixture
