@@ -175,8 +175,9 @@ def _misplaced(steps: Steps, length: int) -> str | None:
 def signature_of(function: Callable) -> inspect.Signature:
     """The parameters of a function; those of `forward` for a torch module, unless its class has a call of its own:
     torch's takes anything. Raises: ValueError or TypeError if they cannot be read."""
-    of_torch = type(function).__call__ is torch.nn.Module.__call__
-    return inspect.signature(function.forward if of_torch else function)
+    if isinstance(function, torch.nn.Module) and type(function).__call__ is torch.nn.Module.__call__:
+        function = function.forward
+    return inspect.signature(function)
 
 
 TEXTS = ("prompts", "completions")
