@@ -84,6 +84,7 @@ def test_offload_needs_something_to_offload():
         (("--data_weights", "1", "2"), "--data_weights 1 2: 2 weights for 1 data sets"),
         (("--data_weights", "0"), "--data_weights 0.0: must be greater than 0"),
         (("--data_weights", "1e300"), "--data_weights 1e+300: must be at most 1000."),
+        (("--unsup_coef", "-1e-6", "--unsupervised_dataset_name", "x"), "--unsup_coef -1e-06: must be at least 0"),
         (("--unsup_coef", "3"), "--unsup_coef 3.0 needs --unsupervised_dataset_name. Give that, or leave it out."),
         (("--inference_tp_size", "2"), "--inference_tp_size 2 with the actor at ZeRO stage 0: each rank has the whole"),
         (("--enable_test_mode",), "--enable_test_mode needs --test_stop_step."),
